@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from datetime import timedelta
+from contextlib import suppress
+from datetime import datetime, timedelta
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 LONGEST = timedelta(days=3650)
@@ -33,3 +34,19 @@ def format_duration(duration: timedelta) -> str:
         if count:
             text += f"{count}{unit}"
     return text or "0s"
+
+
+def parse_since(text: str, now: float) -> float:
+    """Return the time, in Unix seconds, that is meant by a duration before ``now`` or by a time with its zone.
+
+    Raises ``ValueError`` with a message for the user.
+    """
+    with suppress(ValueError):
+        return now - parse_duration(text).total_seconds()
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a duration like 10m nor a time like 2026-11-27T18:00:00Z") from None
+    if moment.tzinfo is None:
+        raise ValueError(f"{text!r} has no time zone; append Z or an offset")
+    return moment.timestamp()

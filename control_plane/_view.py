@@ -208,6 +208,18 @@ def model_text(model: Data) -> str:
     return f"round {model['round']}{f' ({metrics})' if metrics else ''}{', the best' if model['best'] else ''}"
 
 
+_SHOWN_MODELS = 3
+"""Kept models that a sentence has room for: the last ones."""
+
+
+def kept_if_cancelled(view: Data) -> str:
+    """Return in a sentence which models stay if the job is cancelled."""
+    models = view["models"]
+    if not models:
+        return "No round was evaluated: nothing is kept."
+    return f"Kept: {'; '.join(model_text(model) for model in models[-_SHOWN_MODELS:])}."
+
+
 _SHOWN_CATEGORIES = 5
 """Categories that a line has room for."""
 
@@ -224,7 +236,8 @@ def histogram_text(histogram: Data) -> str:
     at = histogram["quantiles"]
     if at["0.5"] is None:
         return f"{counts}{missing}"
-    return f"{counts}, median {at['0.5']:.4g}, 90 % between {at['0.05']:.4g} and {at['0.95']:.4g}{missing}"
+    low, median, high = (figure_text(at[share]) for share in ("0.05", "0.5", "0.95"))
+    return f"{counts}, median {median}, 90 % between {low} and {high}{missing}"
 
 
 def region_view(region: control_pb2.Region) -> Data:
@@ -330,6 +343,20 @@ def clock(text: str | None) -> str:
     return datetime.fromisoformat(text).astimezone().strftime("%H:%M:%S")
 
 
+_SMALL, _WITHOUT_EXPONENT = 1e-6, 1e15
+"""Figures between these are written without an exponent."""
+
+
+def figure_text(value: float) -> str:
+    """Format a figure with four significant digits, of large ones with all before the point: 0.1235, 12.35, 23,612."""
+    size = abs(value)
+    if 999.95 <= size < _WITHOUT_EXPONENT:
+        return f"{value:,.0f}"
+    if _SMALL <= size < 1:
+        return f"{value:.{3 - math.floor(math.log10(size))}f}".rstrip("0").rstrip(".")
+    return f"{value:.4g}"
+
+
 def bytes_text(count: float) -> str:
     """Format a number of bytes: 1.2 MB."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -340,10 +367,13 @@ def bytes_text(count: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Format a duration: 4.2 s, 3 min 20 s, 2 h 5 min."""
-    if seconds < 60:
+    # What is shown is rounded first, so that no part of it reaches the next unit.
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
-    minutes = round(seconds / 60) if seconds >= 3600 else int(seconds // 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds % 60:.0f} s"
+    if (whole := round(seconds)) < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def usd_text(usd: float) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from deploy.emulator import Emulator, WanProfile, load_profile
 from deploy.local import LocalFederation, RegionSite, links_of
 from deploy.shards import read_digits, read_idx, write_shards
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 
 PROFILE = "china-eu-us-3"
 ALPHA = 0.5
@@ -94,8 +94,7 @@ def _require_packages() -> None:
     """Raise ``GeofedError("USAGE")`` if a package is missing that only some installations need."""
     missing = [name for name in ("torch", "sklearn") if importlib.util.find_spec(name) is None]
     if missing:
-        hint = "in a clone of geofed: pip install '.[demo]'"
-        raise GeofedError("USAGE", f"the demo needs {' and '.join(missing)}", hint=hint)
+        raise GeofedError("USAGE", f"the demo needs {' and '.join(missing)}", hint=install_hint("demo"))
 
 
 def _say(label: str, text: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geofed_pb.errors import Exit, GeofedError
+from geofed_pb.errors import Exit, GeofedError, install_hint
 from geofed_pb.files.output import written_out
 
 __all__ = [
@@ -103,9 +103,7 @@ def read_digits(seed: int) -> SourceDataset:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        raise GeofedError(
-            "UNAVAILABLE", "scikit-learn is not installed", hint="in a clone of geofed: pip install '.[demo]'"
-        ) from None
+        raise GeofedError("UNAVAILABLE", "scikit-learn is not installed", hint=install_hint("demo")) from None
     x, y = load_digits(return_X_y=True)
     images = np.round(x.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     whole = Labelled(images, y.astype(np.int64))

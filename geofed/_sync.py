@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -71,9 +71,11 @@ class Client:
         self._loop.run(self._client.__aexit__(None, None, None))
         self._loop.close()
 
-    def plan(self, job_file: str | Path, *, set: Mapping[str, object] | None = None) -> Data:
+    def plan(
+        self, job_file: str | Path, *, set: Mapping[str, object] | None = None, start: str | Path | Job | None = None
+    ) -> Data:
         """Return the plan of a job; see ``AsyncClient.plan``."""
-        return self._loop.run(self._client.plan(job_file, set=set))
+        return self._loop.run(self._client.plan(job_file, set=set, start=_async(start)))
 
     def submit(
         self,
@@ -81,10 +83,11 @@ class Client:
         *,
         set: Mapping[str, object] | None = None,
         name: str | None = None,
+        start: str | Path | Job | None = None,
         request_id: str | None = None,
     ) -> Job:
         """Submit a job; see ``AsyncClient.submit``."""
-        sent = self._client.submit(job_file, set=set, name=name, request_id=request_id)
+        sent = self._client.submit(job_file, set=set, name=name, start=_async(start), request_id=request_id)
         return Job(self._loop, self._loop.run(sent))
 
     def job(self, job: str) -> Job:
@@ -95,6 +98,10 @@ class Client:
         """Return the jobs that you may read, the newest first; see ``AsyncClient.jobs``."""
         found = self._loop.run(self._client.jobs(ended=ended, limit=limit, labels=labels))
         return [Job(self._loop, job) for job in found]
+
+    def compare(self, *jobs: str | Job) -> Data:
+        """Return the figures of two or more jobs beside each other; see ``AsyncClient.compare``."""
+        return self._loop.run(self._client.compare(*(job if isinstance(job, str) else job.id for job in jobs)))
 
     def sweep(self, sweep_file: str | Path) -> Data:
         """Run the trials of a sweep file; see ``AsyncClient.sweep``."""
@@ -141,21 +148,24 @@ class Job:
         """Return ``rounds()`` as a pandas frame. Needs pandas."""
         return frame(self.rounds())
 
-    def events(self) -> list[Data]:
-        """Return the events of the job so far."""
-
-        async def collect() -> list[Data]:
-            return [event async for event in self._job.events()]
-
-        return self._loop.run(collect())
+    def events(self, *, follow: bool = False) -> Iterator[Data]:
+        """Yield the events of the job; with ``follow`` until it has ended."""
+        events = self._job.events(follow=follow)
+        try:
+            while (event := self._loop.run(_next(events))) is not None:
+                yield event
+        except GeneratorExit:
+            # Whoever reads has seen enough.
+            self._loop.run(events.aclose())
+            raise
 
     def track(self, *places: str, follow: bool = False) -> Data:
         """Write the metrics of the job's rounds, as `geofed track`; see ``AsyncJob.track``."""
         return self._loop.run(self._job.track(*places, follow=follow))
 
-    def logs(self, *, region: str = "", tail: int = 0) -> list[Data]:
-        """Return lines of the job's log; ``tail``: only the last ones."""
-        return self._loop.run(self._job.logs(region=region, tail=tail))
+    def logs(self, *, region: str = "", tail: int = 0, since: str = "") -> list[Data]:
+        """Return lines of the job's log; see ``AsyncJob.logs``."""
+        return self._loop.run(self._job.logs(region=region, tail=tail, since=since))
 
     def model(self, round: int | str | None = None) -> dict[str, torch.Tensor]:
         """Return a model as a state dict: of a kept round, "best", or with None the last one. Needs torch."""
@@ -164,6 +174,51 @@ class Job:
     def model_bytes(self, round: int | str | None = None) -> bytes:
         """Return a model as the bytes of a safetensors file, verified by its digest."""
         return self._loop.run(self._job.model_bytes(round))
+
+    def export(
+        self,
+        path: str | Path,
+        *,
+        as_: str = "whole",
+        round: int | str | None = None,
+        region: str | None = None,
+        task: str | Path | None = None,
+        inputs: Sequence[str] = (),
+        overwrite: bool = False,
+    ) -> Data:
+        """Write a model and its manifest; see ``AsyncJob.export``."""
+        written = self._job.export(
+            path, as_=as_, round=round, region=region, task=task, inputs=inputs, overwrite=overwrite
+        )
+        return self._loop.run(written)
+
+    def resume(self, request_id: str | None = None) -> Job:
+        """Continue the ended job as a new one; see ``AsyncJob.resume``."""
+        return Job(self._loop, self._loop.run(self._job.resume(request_id)))
+
+    def replan(self, reason: str = "") -> Data:
+        """End the job, and continue it in a new one over other regions; see ``AsyncJob.replan``."""
+        return self._loop.run(self._job.replan(reason))
+
+    def scale(self, workers: Mapping[str, int], reason: str = "") -> Data:
+        """Change the numbers of workers of regions; 0 pauses a region."""
+        return self._loop.run(self._job.scale(workers, reason))
+
+    def rename(self, name: str) -> Data:
+        """Give the job another name; its ID stays."""
+        return self._loop.run(self._job.rename(name))
+
+    def share(self, user: str) -> Data:
+        """Let another user read the job."""
+        return self._loop.run(self._job.share(user))
+
+    def unshare(self, user: str) -> Data:
+        """Let a user read the job no longer."""
+        return self._loop.run(self._job.unshare(user))
+
+    def delete(self) -> Data:
+        """Delete the ended job and all that belongs to it; see ``AsyncJob.delete``."""
+        return self._loop.run(self._job.delete())
 
     def cancel(self, reason: str = "") -> Data:
         """Cancel the job; the models of its evaluated rounds are kept."""
@@ -176,3 +231,11 @@ class Job:
 
 async def _connected(context: str | Path | None) -> AsyncClient:
     return AsyncClient(context)
+
+
+def _async(start: str | Path | Job | None) -> str | Path | None:
+    return start.id if isinstance(start, Job) else start
+
+
+async def _next(events: AsyncGenerator[Data, None]) -> Data | None:
+    return await anext(events, None)

@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc.aio
 
 from geofed_pb.address import addresses_of, split
-from geofed_pb.errors import OUTAGE, GeofedError
+from geofed_pb.errors import OUTAGE, GeofedError, install_hint
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, clock_of, error_of
 from geofed_pb.v1 import agent_pb2_grpc, common_pb2
 from region_agent.config import (
@@ -192,8 +192,9 @@ def _docker(gateway: DockerGateway) -> str:
     try:
         import docker
     except ImportError:
-        hint = "pip install 'geofed[docker]'"
-        raise GeofedError("CONFIG_INVALID", "the package docker is not installed", hint=hint) from None
+        raise GeofedError(
+            "CONFIG_INVALID", "the package docker is not installed", hint=install_hint("docker")
+        ) from None
     try:
         with contextlib.closing(docker.DockerClient(base_url=gateway.engine, timeout=_CONNECT_SECONDS)) as engine:
             version = engine.version()["Version"]
@@ -213,8 +214,9 @@ async def _kubernetes(config: RegionConfig, gateway: KubernetesGateway) -> str:
     try:
         from region_agent.gateway.embedded.cluster.examine import examine_cluster
     except ImportError:
-        hint = "pip install 'geofed[kubernetes]'"
-        raise GeofedError("CONFIG_INVALID", "the package lightkube is not installed", hint=hint) from None
+        raise GeofedError(
+            "CONFIG_INVALID", "the package lightkube is not installed", hint=install_hint("kubernetes")
+        ) from None
     return await examine_cluster(config, gateway)
 
 

@@ -121,6 +121,27 @@ def fitted(
     return [heads[place] for place in kept], [[row[place] for place in kept] for row in cells]
 
 
+def beside(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Format a table whose first column names the rows. Columns that a narrow terminal has no room for follow below,
+    with the first column again."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if not stdout_is_terminal():
+        return columns(heads, cells)
+    first, *widths = (max(len(row[place]) for row in [heads, *cells]) for place in range(len(heads)))
+    room, groups = shutil.get_terminal_size().columns - first, list[list[int]]()
+    left = 0
+    for place, width in enumerate(widths, 1):
+        left -= width + _GAP
+        if left < 0 or not groups:
+            groups.append([])
+            left = room - width - _GAP
+        groups[-1].append(place)
+    return "\n\n".join(
+        columns([heads[0], *(heads[place] for place in group)], [[row[0], *(row[p] for p in group)] for row in cells])
+        for group in groups
+    )
+
+
 def _styled(heads: Sequence[str], cells: list[list[str]], right: list[bool]) -> str:
     import io
 

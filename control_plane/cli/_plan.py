@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from control_plane._view import Data, bytes_text, seconds_text, usd_text
-from control_plane.cli._output import columns, fields
-from control_plane.cli._report import (
+from control_plane._plan_view import (
     budget_promise,
     clients_text,
     deadline_promise,
@@ -14,21 +12,21 @@ from control_plane.cli._report import (
     length_text,
     privacy_text,
     range_text,
+    usd_by_region,
 )
+from control_plane._view import Data, bytes_text, seconds_text, usd_text
+from control_plane.cli._output import columns, fields
 
 __all__ = ["diff_text", "differing", "plan_diff", "plan_summary"]
 
 
 def plan_summary(plan: Data) -> str:
     """Format regions, time, bytes, cost, promises and warnings of a plan."""
-    estimate = plan["estimate"]
-    usd: dict[str, float] = {}
-    for item in estimate["items"]:
-        usd[item["region"]] = usd.get(item["region"], 0.0) + item["usd"]
+    estimate, usd = plan["estimate"], usd_by_region(plan)
     regions = columns(
         ["REGION", "SAMPLES", "WORKERS", "MEMORY MB", "USD"],
         [
-            [part["region"], part["samples"], part["workers"], part["memory_mb"], usd_text(usd.get(part["region"], 0))]
+            [part["region"], part["samples"], part["workers"], part["memory_mb"], usd_text(usd[part["region"]])]
             for part in plan["partitions"]
         ],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from control_plane._plan_view import initial_model_text, plan_facts, range_text
 from control_plane._view import Data, bytes_text, histogram_text, model_text, seconds_text, slack_text, usd_text
 from control_plane.cli._output import columns, fields
 
@@ -48,22 +49,6 @@ def _deadline(view: Data) -> str:
     if view["deadline_at"] is None:
         return ""
     return f"{view['deadline_at']}, {slack_text(view)}"
-
-
-def initial_model_text(model: Data | None) -> str:
-    """Format the model that a job starts from; empty if it starts from the task's own."""
-    if not model:
-        return ""
-    size = f" ({bytes_text(model['bytes'])})" if model["bytes"] else ""
-    if model.get("file"):
-        has = ""
-        if model.get("adapter"):
-            more = f" ({bytes_text(model['adapter_bytes'])})" if model["adapter_bytes"] else ""
-            has = f" with the adapter {model['adapter_file']}{more}"
-        as_far = ", as far as it has the model's tensors" if model["partial"] else ""
-        return f"the file {model.get('uri') or model['file']}{size}{has}{as_far}"
-    of_round = f", round {model['round']}" if model.get("round") else ""
-    return f"the model of {model['job']}{of_round}{size}"
 
 
 PARTITION_LEAVES = ("SAMPLES/S", "STEP", "WORKERS", "WAN SENT", "CONDITION", "METRICS", "USD")
@@ -148,15 +133,6 @@ def shard_table(shards: list[Data]) -> list[str]:
     return [columns(heads, rows, leave_out=("SIZE", "USD", "CONDITION", "WAN SENT"))] * bool(rows)
 
 
-def _collective(plan: Data) -> str:
-    if plan["collective"] == "auto":
-        return "within a region by the fastest collective there"
-    k = plan.get("merging", {}).get("k")
-    # Without K the agent chooses it; 0 is `isp` as published.
-    owners = "" if k is None else f" (K = {k:.0f})" if k else " (each to all others)"
-    return f"within a region by {plan['collective']}{owners}"
-
-
 def _epochs(part: Data, rounds: int) -> float:
     """Return the number of passes of a region over its data."""
     replicas = part["pipeline"]["degree"] if part.get("pipeline") else part["workers"]
@@ -166,28 +142,7 @@ def _epochs(part: Data, rounds: int) -> float:
 def plan_text(plan: Data) -> str:
     """Format a plan: the regions' workers, the predicted time and cost, and where shards may be processed."""
     estimate = plan["estimate"]
-    head = fields(
-        [
-            *(("warning", text) for text in plan.get("warnings", [])),
-            ("waits for", plan.get("waits_for", "")),
-            ("starts from", initial_model_text(plan.get("initial_model"))),
-            ("rounds", length_text(plan)),
-            ("clients", clients_text(plan)),
-            ("merge", f"{_collective(plan)}; between regions by {plan['wan_policy']}, in {plan['codec']}"),
-            ("exchange", exchange_text(plan)),
-            ("privacy", privacy_text(plan)),
-            ("time", range_text(estimate["seconds"], seconds_text)),
-            ("WAN bytes", range_text(estimate["wan_bytes"], bytes_text)),
-            ("cost", range_text(estimate["usd"], usd_text)),
-            ("deadline", deadline_promise(plan)),
-            ("budget", budget_promise(plan)),
-            ("learning", _learning(plan)),
-            ("model", _model(estimate)),
-            ("based on", _BASIS.get(estimate["basis"], estimate["basis"])),
-            ("start", _START.get(estimate.get("start_basis", ""), "")),
-            ("isolation", _isolation(plan)),
-        ]
-    )
+    head = fields([*(("warning", text) for text in plan.get("warnings", [])), *plan_facts(plan)])
     stages = [
         f"{part['region']}:\n" + "\n".join(f"  {text}" for text in part["pipeline"]["why"])
         for part in plan["partitions"]
@@ -221,32 +176,10 @@ def _regions_table(plan: Data) -> str:
     )
 
 
-def _isolation(plan: Data) -> str:
-    """Name how the regions isolate job code; empty if none of them has told."""
-    by_kind: dict[str, list[str]] = {}
-    for region, kind in plan.get("isolation", {}).items():
-        by_kind.setdefault(kind or "not known", []).append(region)
-    return (
-        "" if set(by_kind) == {"not known"} else "; ".join(f"{kind} in {', '.join(by_kind[kind])}" for kind in by_kind)
-    )
-
-
 def _alternatives_table(alternatives: list[Data]) -> str:
     """Format what was decided, what else was evaluated, and what decided."""
     rows = [[other.get("decision", ""), other["text"], other["why_not"]] for other in alternatives]
     return columns(["DECISION", "ALTERNATIVE", "WHY NOT"], rows)
-
-
-def _learning(plan: Data) -> str:
-    """Format what a plan is expected to give up in learning; plans of older versions do not say."""
-    learning = plan.get("learning")
-    if not learning:
-        return ""
-    of = "as profiled" if learning["basis"] == "measured" else "assumed: no profile"
-    return (
-        f"{learning['samples_factor']:.2f} times the samples of the smallest batch for the same progress (noise scale "
-        f"{learning['noise_samples']:.0f} samples, {of}); may give up {learning['points']:.2g} points of the metric"
-    )
 
 
 def _phases_table(estimate: Data) -> str:
@@ -272,75 +205,6 @@ def _copies_table(copies: list[Data]) -> str:
         for copy in copies
     ]
     return columns(["SHARD OF", "PROCESSED IN", "BYTES", "TIME", "USD"], rows) if rows else ""
-
-
-def exchange_text(plan: Data) -> str:
-    """Format the topology and the time of one exchange over it; plans of older versions lack the time."""
-    seconds = plan.get("exchange_seconds", 0.0)
-    duration = f", {seconds_text(seconds)} a round" if seconds else ""
-    mesh = plan["topology"] == "mesh"
-    if len(plan["partitions"]) < 2:
-        return "none: one region trains alone"
-    how = "in the background, while training continues" if _in_background(plan) else "synchronous: all regions wait"
-    pairs = "" if mesh else ", ".join(f"{a}-{b}" for a, b in plan.get("neighbours", []))
-    return f"{how}; {plan['topology']}{duration}" + (f" ({pairs})" if pairs else "")
-
-
-def length_text(plan: Data) -> str:
-    """Format the rounds of a plan."""
-    each = "local steps"
-    if any(part.get("clients") for part in plan["partitions"]):
-        each = "round of clients" if plan["interval"] == 1 else "rounds of clients"
-    return f"{plan['rounds']}, each of {plan['interval']} {each}"
-
-
-def clients_text(plan: Data) -> str:
-    """Format how many clients train in a round; empty: samples belong to none."""
-    told = [
-        f"{part['clients_per_round']:,} of {part['clients']:,} in {part['region']}"
-        for part in plan["partitions"]
-        if part.get("clients")
-    ]
-    return f"{', '.join(told)} train in a round" if told else ""
-
-
-def privacy_text(plan: Data) -> str:
-    """Format what hides the updates of single regions; empty: nothing does."""
-    settings, told = plan.get("wan_settings", {}), []
-    if settings.get("secure"):
-        told.append(f"secure aggregation: only the sum over all {len(plan['partitions'])} regions can be read")
-    if settings.get("noise"):
-        what = "samples" if settings["sampled"] else "regions"
-        noise = f"noise {settings['noise']:.3g} x norm {settings['clip']:g}"
-        cost = f"epsilon {settings['epsilon']:.3g} at delta {settings['delta']:g} when all rounds are made"
-        told.append(f"differential privacy of {what}: {noise}, {cost}")
-    return "; ".join(told)
-
-
-def _in_background(plan: Data) -> bool:
-    return bool(plan.get("wan_settings", {}).get("background"))
-
-
-def deadline_promise(plan: Data) -> str:
-    """Format the deadline that the plan promises; plans of older versions do not say."""
-    promise, most = plan.get("promise"), seconds_text(plan["estimate"]["seconds"]["high"])
-    if not promise or not promise["deadline_asked"]:
-        return ""
-    if promise["deadline_at"] is None:
-        return "none can be promised; the job is admitted nevertheless, as `objective.soft` allows"
-    later = "" if promise["deadline_step"] == 0 else f", number {promise['deadline_step']} of `objective.soft`"
-    return f"{promise['deadline_at']} is promised{later}; training takes {most} at most"
-
-
-def budget_promise(plan: Data) -> str:
-    """Format the budget that the plan keeps; plans of older versions do not say."""
-    budget = (plan.get("promise") or {}).get("budget_usd")
-    most = usd_text(plan["estimate"]["usd"]["high"])
-    if not budget:
-        return ""
-    a_round = usd_text(plan["estimate"]["usd"]["high"] / max(1, plan["rounds"]))
-    ends = f"if it costs more, the job ends within a round ({a_round})"
-    return f"{usd_text(budget)} is kept: {most} at most is expected; {ends}"
 
 
 def _early(result: Data) -> str:
@@ -477,37 +341,3 @@ def metrics_text(metrics: dict[str, float]) -> str:
 def number_text(value: Any) -> str:
     """Format a loss or a metric; a missing value is a dash."""
     return "-" if value is None else f"{value:.4f}"
-
-
-_BASIS = {
-    "measured": "earlier runs of this task",
-    "profiled": "a profile: steps of the task by one worker in each region",
-    "other batch": "earlier runs of this task with another batch",
-    "probed": "a probe: a few steps of the task by one worker",
-    "likened": "a probe in one region: the others count as equally fast, unless their operators state other speeds",
-    "stated": "the speeds that the regions' operators state",
-    "prior": "default speeds: none were stated or measured",
-}
-"""What the predicted speeds are based on, by ``estimate.basis``."""
-_MODEL = {
-    "measured": "known from earlier runs",
-    "counted": "counted by an agent",
-    "prior": "a default: not measured yet",
-}
-"""Where the model's size comes from, by ``estimate.model_basis``."""
-_START = {
-    "measured": "as in earlier runs",
-    "probed": "as measured by the probe",
-    "prior": "a default: not measured yet",
-}
-"""Where the start time comes from, by ``estimate.start_basis``."""
-
-
-def _model(estimate: Data) -> str:
-    """Format the model's size and where it comes from; empty for plans of older versions, which lack it."""
-    basis = estimate.get("model_basis", "")
-    return f"{bytes_text(estimate['model_bytes'])}, {_MODEL.get(basis, basis)}" if basis else ""
-
-
-def range_text(bounds: Data, write: Any) -> str:
-    return f"{write(bounds['expected'])} ({write(bounds['low'])} to {write(bounds['high'])})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from control_plane.clouds._contract import Cloud
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 
 _THROUGH_LIBCLOUD = ("azure", "digitalocean", "gcp")
 CLOUDS = ("aws", *_THROUGH_LIBCLOUD, "tencent")
@@ -56,7 +56,7 @@ def open_cloud(
             raise
         extra = "libcloud" if name in _THROUGH_LIBCLOUD else name
         text = f"{name} requires {package}, which is not installed"
-        raise GeofedError("CLOUD_SDK_MISSING", text, hint=f"in a clone of geofed: pip install '.[{extra}]'") from None
+        raise GeofedError("CLOUD_SDK_MISSING", text, hint=install_hint(extra)) from None
 
 
 def open_price_file(path: Path, cloud: str, as_of: str) -> Cloud:

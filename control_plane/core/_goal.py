@@ -75,8 +75,7 @@ def _budget_spent(state: JobState, reports: list[Report]) -> EndReason | None:
 
     So it costs at most one round more than the budget, if each round is reported.
     """
-    copies = [copy.report for copy in state.copies if copy.report is not None]
-    usd = sum(report.totals.usd for report in (*reports, *copies))
+    usd = state.usd
     round_usd = sum(report.totals.usd / report.round for report in reports if report.round)
     if state.budget_usd is None or usd + round_usd < state.budget_usd:
         return None

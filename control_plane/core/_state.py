@@ -496,6 +496,12 @@ class JobState:
         return tuple(part for part in self.partitions if part.region not in self.left_out)
 
     @property
+    def usd(self) -> float:
+        """US dollars that the job has cost so far, by the reports of its regions."""
+        reports = [*(part.report for part in self.partitions), *(copy.report for copy in self.copies)]
+        return sum(report.totals.usd for report in reports if report is not None)
+
+    @property
     def rounds_done(self) -> int:
         """Rounds that all regions have completed; where one is left out, those of the furthest of the others, whose
         model is the job's."""

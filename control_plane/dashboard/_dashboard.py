@@ -22,7 +22,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Redire
 from starlette.routing import Route
 
 from control_plane._view import event_view, job_view
-from control_plane.dashboard._http import HEADERS, KEPT, STATUS, form_of, local, named, require_same_origin
+from control_plane.dashboard._http import HEADERS, KEPT, form_of, local, named, require_same_origin, status_of
 from control_plane.dashboard._pages import Pages
 from control_plane.dashboard._provider_sign_in import LIFE_SECONDS as PROVIDER_SECONDS
 from control_plane.dashboard._provider_sign_in import ProviderSignIn
@@ -37,12 +37,17 @@ from control_plane.service import (
     JobEntry,
     Probing,
     SignInService,
+    Succession,
+    Sweeper,
     caller_of,
     caller_with,
     cancel,
     event_message,
     finish,
     kept_model,
+    rename,
+    replan,
+    resume,
     scale,
     share,
 )
@@ -71,6 +76,7 @@ _LEAST_SECONDS = 1.0
 """Least time between two events of a stream."""
 _KEEP_ALIVE_SECONDS = 15.0
 _OVERVIEW_SECONDS = 3.0
+_REASON = "requested on the dashboard"
 _STATIC = Path(__file__).parent / "static"
 
 _Answer = Callable[[Request, Caller], Awaitable[Response]]
@@ -79,9 +85,18 @@ _Answer = Callable[[Request, Caller], Awaitable[Response]]
 class Dashboard:
     """The routes of one federation's dashboard."""
 
-    def __init__(self, federation: Federation, operator_hash: str, sign_ins: SignInService, probing: Probing) -> None:
+    def __init__(
+        self,
+        federation: Federation,
+        operator_hash: str,
+        sign_ins: SignInService,
+        probing: Probing,
+        succession: Succession,
+        sweeper: Sweeper,
+    ) -> None:
         """``operator_hash``: hash of the operator's token."""
         self._federation, self._operator_hash, self._sign_ins = federation, operator_hash, sign_ins
+        self._probing, self._succession, self._sweeper = probing, succession, sweeper
         self._sessions = Sessions(time.monotonic)
         self._by_provider = ProviderSignIn(sign_ins)
         self._plotly = _plotly()
@@ -107,6 +122,9 @@ class Dashboard:
             Route(f"{job}/series", self._guarded(self._series)),
             Route(f"{job}/files/{{name}}", self._guarded(self._file)),
             Route(f"{job}/models/{{round:int}}", self._guarded(self._model)),
+            Route(f"{job}/delete", self._page(self._deletion)),
+            Route(f"{job}/delete", self._guarded(self._delete, changes=True), methods=["POST"]),
+            Route(f"{job}/resume", self._guarded(self._resume, changes=True), methods=["POST"]),
             Route(f"{job}/{{action}}", self._guarded(self._act, changes=True), methods=["POST"]),
             Route("/live", self._guarded(self._live)),
             Route("/network", self._guarded(self._network)),
@@ -137,7 +155,7 @@ class Dashboard:
         return self._guarded(answer)
 
     def _refused(self, request: Request, error: GeofedError) -> Response:
-        status, given = STATUS.get(error.code, 500), "authorization" in request.headers
+        status, given = status_of(error), "authorization" in request.headers
         if status == 401 and not given:
             here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
             page = self._pages.sign_in("", here if request.method == "GET" else "/")
@@ -205,7 +223,7 @@ class Dashboard:
 
     def _not_signed_in(self, error: GeofedError) -> Response:
         page = self._pages.sign_in(error.message, "/")
-        return HTMLResponse(page, status_code=STATUS.get(error.code, 500), headers=HEADERS)
+        return HTMLResponse(page, status_code=status_of(error), headers=HEADERS)
 
     async def _sign_out(self, request: Request) -> Response:
         try:
@@ -321,18 +339,39 @@ class Dashboard:
 
     async def _act(self, request: Request, caller: Caller) -> Response:
         entry, by = await self._find(request.path_params["job"], caller, "change"), caller.user or OPERATOR
-        form, action, job = await form_of(request), request.path_params["action"], entry.row.id
+        federation, job = self._federation, entry.row.id
+        form, action = await form_of(request), request.path_params["action"]
+        user = form.get("user", "").strip()
         if action == "cancel":
-            await cancel(self._federation, entry, "requested on the dashboard", by)
+            await cancel(federation, entry, _REASON, by)
         elif action == "finish":
-            await finish(self._federation, entry, "requested on the dashboard", by)
+            await finish(federation, entry, _REASON, by)
         elif action == "scale":
-            await scale(self._federation, job, _workers(form), "requested on the dashboard", by)
-        elif action == "share":
-            await share(self._federation, entry, form.get("user", "").strip(), by)
+            await scale(federation, job, _workers(form), _REASON, by)
+        elif action == "replan":
+            await replan(federation, self._succession, entry, _REASON, by)
+        elif action == "rename":
+            await rename(federation, entry, form.get("name", "").strip(), by)
+        elif action in ("share", "unshare"):
+            await share(federation, entry, user, by, end=action == "unshare")
         else:
             raise GeofedError("USAGE", f"a job has no action {action[:80]!r}")
         return RedirectResponse(f"/jobs/{quote(job)}", 303, headers=HEADERS)
+
+    async def _resume(self, request: Request, caller: Caller) -> Response:
+        self._submissions.require(caller)
+        entry, form = await self._find(request.path_params["job"], caller, "change"), await form_of(request)
+        given, by = form.get("request", ""), caller.user or OPERATOR
+        resumed, _ = await resume(self._federation, self._probing, entry.row.id, given, by)
+        return RedirectResponse(f"/jobs/{quote(resumed.row.id)}", 303, headers=HEADERS)
+
+    async def _deletion(self, request: Request, caller: Caller) -> str:
+        return self._pages.deletion(await self._find(request.path_params["job"], caller, "change"), caller)
+
+    async def _delete(self, request: Request, caller: Caller) -> Response:
+        entry = await self._find(request.path_params["job"], caller, "change")
+        await self._sweeper.delete_job(entry.row.id, caller)
+        return RedirectResponse("/", 303, headers=HEADERS)
 
     async def _draft(self, request: Request, caller: Caller) -> str:
         self._submissions.require(caller)
@@ -363,7 +402,7 @@ class Dashboard:
 
     def _unplanned(self, caller: Caller, draft: SubmissionForm, error: GeofedError) -> Response:
         page = self._pages.submit(caller, draft, error=error)
-        return HTMLResponse(page, status_code=STATUS.get(error.code, 409), headers=HEADERS)
+        return HTMLResponse(page, status_code=status_of(error, 409), headers=HEADERS)
 
     # What changes
 

@@ -6,9 +6,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 from starlette.requests import Request
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import Exit, GeofedError
 
-__all__ = ["HEADERS", "KEPT", "STATUS", "form_of", "local", "named", "require_same_origin"]
+__all__ = ["HEADERS", "KEPT", "form_of", "local", "named", "require_same_origin", "status_of"]
 
 _FORM_BYTES = 64 << 10
 """Limit of a form's size as it is sent."""
@@ -25,11 +25,17 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 KEPT = HEADERS | {"Cache-Control": "public, max-age=31536000, immutable"}
-STATUS = {
+_STATUS = {
     "UNAUTHENTICATED": 401, "FORBIDDEN": 403, "JOB_NOT_FOUND": 404, "MODEL_NOT_FOUND": 404, "USER_NOT_FOUND": 404,
     "USAGE": 400, "SPEC_INVALID": 400, "TASK_INVALID": 400, "TEMPLATE_NOT_FOUND": 404, "REQUEST_CONFLICT": 409,
     "ILLEGAL_STATE": 409, "LIMIT_EXCEEDED": 429, "STANDBY": 503, "UNAVAILABLE": 503,
 }  # fmt: skip
+
+
+def status_of(error: GeofedError, other: int = 500) -> int:
+    """Return the HTTP status of an error; ``other``: of one that no user can help."""
+    refused = error.exit in (Exit.CONFLICT, Exit.INADMISSIBLE)
+    return _STATUS.get(error.code, 409 if refused else other)
 
 
 async def form_of(request: Request, most_bytes: int = _FORM_BYTES) -> dict[str, str]:

@@ -14,13 +14,16 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from starlette.requests import Request
 
+from control_plane._plan_view import plan_facts, usd_by_region
 from control_plane._view import (
     ENDED,
     Data,
     bytes_text,
     event_view,
+    figure_text,
     histogram_text,
     job_view,
+    kept_if_cancelled,
     log_view,
     region_view,
     seconds_text,
@@ -28,11 +31,12 @@ from control_plane._view import (
     time_text,
     usd_text,
 )
-from control_plane.core import TERMINAL, wan_links
+from control_plane.core import TERMINAL, Partition, wan_links
 from control_plane.dashboard._chart import line_chart
 from control_plane.dashboard._series import federation_network
 from control_plane.dashboard._submission import SubmissionForm, templates
 from control_plane.dashboard._timeline import PARTS, means_of, reason_of, timeline_of, took_text
+from control_plane.pki import new_secret
 from control_plane.service import Caller, Federation, JobEntry, event_message, log_message
 from control_plane.store import EventRow, Store
 from geofed_pb.errors import GeofedError
@@ -91,6 +95,8 @@ class Pages:
             "time": _time,
             "slack": slack_text,
             "slack_class": _slack_class,
+            "facts": plan_facts,
+            "usd_by_region": usd_by_region,
             "sum_values": lambda values: sum(values.values()),
         }
 
@@ -120,8 +126,13 @@ class Pages:
         regions = [region_view(federation.describe_region(found[name])) for name in names[:_REGIONS]]
         used: dict[str, int] = {}
         for part in (part for entry in known for part in entry.state.partitions):
-            used[part.region] = used.get(part.region, 0) + (part.report.workers if part.report is not None else 0)
-        workers = sum(part["workers"] for job in active for part in job["partitions"])
+            used[part.region] = used.get(part.region, 0) + _workers(part)
+        # Of all, not only of those that are shown.
+        totals = {
+            "active": len(newest),
+            "usd": sum(entry.state.usd for entry in newest),
+            "workers": sum(_workers(part) for entry in newest for part in entry.state.partitions),
+        }
         return self._rendered(
             "overview.html",
             caller,
@@ -129,7 +140,7 @@ class Pages:
             charts_script=self._script,
             session=session,
             active=active,
-            totals={"active": len(newest), "usd": sum(job["usd"] for job in active), "workers": workers},
+            totals=totals,
             more=max(0, len(newest) - _ACTIVE_JOBS),
             ended=ended,
             may_submit=caller.may_submit,
@@ -188,6 +199,7 @@ class Pages:
             charts_script=self._script,
             series=f"/jobs/{job['id']}/series",
             events=[event_view(event_message(row)) for row in reversed(events)],
+            kept=kept_if_cancelled(job),
             money=_money(job),
             means=means,
             parts=PARTS,
@@ -196,8 +208,14 @@ class Pages:
             figures=_FIGURES,
             may_change=caller.may_change(entry.row),
             ended=ENDED,
+            # Sent with the form, so that a second press of the button makes no second job.
+            request_id=new_secret(),
             done=min((part["round"] for part in job["partitions"]), default=0),
         )
+
+    def deletion(self, entry: JobEntry, caller: Caller) -> str:
+        """Return the page on which the deletion of a job is confirmed."""
+        return self._rendered("delete.html", caller, job=job_view(self._federation.summarise(entry)))
 
     def compare(self, entries: Sequence[JobEntry], caller: Caller) -> str:
         """Return the page of several jobs beside each other."""
@@ -241,7 +259,6 @@ class Pages:
             draft=draft,
             error=error,
             plan=plan,
-            figures=_FIGURES,
             request_id=request_id,
             datasets=sorted(held)[:_DATASETS],
         )
@@ -307,6 +324,11 @@ def _money(job: Data) -> list[tuple[str, str, float]]:
     return [(region, item, usd) for (region, item), usd in sorted(found.items()) if usd]
 
 
+def _workers(part: Partition) -> int:
+    """Return how many workers a region has reported."""
+    return part.report.workers if part.report is not None else 0
+
+
 def _time(text: str | None) -> str:
     """Format a time that `time_text` returned."""
     return f"{text[:10]} {text[11:19]} UTC" if text else ""
@@ -319,4 +341,4 @@ def _slack_class(job: Data) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else figure_text(value)

@@ -1,7 +1,8 @@
 """The control plane's gRPC services, and the federation's state behind them."""
 
 from control_plane.service._metrics import MetricsExporter
-from control_plane.service.jobs._commands import cancel, finish, share
+from control_plane.service.jobs._commands import cancel, finish, rename, replan, share
+from control_plane.service.jobs._resume import resume
 from control_plane.service.jobs._submission import answer_plan, scale, submit
 from control_plane.service.jobs._succession import Succession
 from control_plane.service.measuring._measurements import Measurements
@@ -59,6 +60,9 @@ __all__ = [
     "finish",
     "kept_model",
     "log_message",
+    "rename",
+    "replan",
+    "resume",
     "scale",
     "share",
     "submit",

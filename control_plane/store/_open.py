@@ -20,7 +20,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from control_plane.store._database import mapped
 from control_plane.store._store import MAX_LOG_LINES, Store
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 
 CONNECT_SECONDS = 3
 """Timeout of a connection to PostgreSQL; libpq takes whole seconds."""
@@ -94,7 +94,7 @@ def _engine(url: str) -> tuple[Engine, Callable[[], None]]:
             arguments = {name: value for name, value in given.items() if name not in parsed.query}
             engine = create_engine(parsed, pool_pre_ping=True, connect_args=arguments)
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
-        hint = "for PostgreSQL, in a clone of geofed, pip install '.[postgres]'; write the URL like postgresql://user@host/name"
+        hint = f"for PostgreSQL, {install_hint('postgres')}; write the URL like postgresql://user@host/name"
         raise GeofedError("CONFIG_INVALID", f"the database URL cannot be used: {error}", hint=hint) from error
     if parsed.drivername.startswith("sqlite"):
         event.listen(engine, "connect", _prepare_sqlite)

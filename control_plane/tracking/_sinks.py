@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from control_plane.tracking._points import Point, points_of
 from control_plane.tracking._spans import Span, Spans
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -288,7 +288,7 @@ def _flat(value: Any, path: str = "") -> dict[str, str]:
 
 
 def _missing(tool: str, extra: str) -> GeofedError:
-    return GeofedError("USAGE", f"{tool} is not installed", hint=f"in a clone of geofed: pip install '.[{extra}]'")
+    return GeofedError("USAGE", f"{tool} is not installed", hint=install_hint(extra))
 
 
 _PACKAGES = {

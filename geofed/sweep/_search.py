@@ -9,7 +9,7 @@ import random
 from typing import TYPE_CHECKING, Any, Protocol
 
 from geofed.sweep._file import ParameterRange, SweepFile
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 
 if TYPE_CHECKING:
     import optuna
@@ -116,7 +116,7 @@ class Optuna:
         try:
             import optuna
         except ModuleNotFoundError:
-            hint = "in a clone of geofed: pip install '.[optuna]'; or use `search: random`"
+            hint = f"{install_hint('optuna')}; or use `search: random`"
             raise GeofedError("USAGE", "`search: optuna` needs Optuna, which is not installed", hint=hint) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._file, self._parameters, self.trials = file, file.parameters, file.trials or 0

@@ -17,7 +17,7 @@ from enum import IntEnum
 
 from geofed_pb.bounds import clean
 
-__all__ = ["CATALOGUE", "OUTAGE", "Entry", "Exit", "GeofedError", "unforeseen_as_internal"]
+__all__ = ["CATALOGUE", "OUTAGE", "Entry", "Exit", "GeofedError", "install_hint", "unforeseen_as_internal"]
 
 
 class Exit(IntEnum):
@@ -37,6 +37,11 @@ class Exit(IntEnum):
     INTERRUPTED = 130
     CLOSED_PIPE = 141
     """Status that a shell reports for a program ended by SIGPIPE: the reader has closed the pipe."""
+
+
+def install_hint(extra: str) -> str:
+    """Return how the packages of an extra are installed: from a clone, since the package index has no geofed."""
+    return f"in a clone of geofed: pip install '.[{extra}]'"
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,7 @@ CATALOGUE: dict[str, Entry] = {
         Exit.INADMISSIBLE, False, "give the price in the region's configuration; unknown is never taken for zero"
     ),
     # clouds
-    "CLOUD_SDK_MISSING": Entry(Exit.USAGE, False, "in a clone of geofed, pip install '.[clouds]' installs all of them"),
+    "CLOUD_SDK_MISSING": Entry(Exit.USAGE, False, f"all of them: {install_hint('clouds')}"),
     "CLOUD_REGION_UNKNOWN": Entry(
         Exit.NOT_FOUND, False, "`geofed catalogue regions --cloud CLOUD` shows the regions of a cloud"
     ),

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 from region_agent.config import DatasetConfig, StoreConfig
 from region_agent.worker.data.sources import version_of
 from region_agent.worker.invocation import ShardFile
@@ -112,9 +112,7 @@ def open_store(store: StoreConfig) -> tuple[Any, tuple[type[Exception], ...]]:
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError, ClientError
     except ModuleNotFoundError:
-        raise GeofedError(
-            "CONFIG_INVALID", "s3:// needs boto3", hint="in a clone of geofed: pip install '.[s3]'"
-        ) from None
+        raise GeofedError("CONFIG_INVALID", "s3:// needs boto3", hint=install_hint("s3")) from None
     # Many S3-compatible stores do not support the newer checksums, so they are used only where they are required.
     config = Config(
         signature_version="s3v4",

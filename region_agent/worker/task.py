@@ -28,6 +28,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import disk_full_as_error
 from geofed_pb.files.task_folder import LISTED, MAX_FILES, MAX_FOLDER_BYTES, MAX_UNPACKED_BYTES, Part, read_parts
 from geofed_pb.user_code.modules import import_task
+from geofed_pb.user_code.recording import log_losses
 from region_agent.worker.data.streamed import Rows, Streamed
 from region_agent.worker.invocation import Precision
 from region_agent.worker.measures import measure
@@ -192,6 +193,14 @@ class TaskModule:
         Raises ``GeofedError("TASK_INVALID")``.
         """
         return self.losses(module, batch)["loss"]
+
+    def training_loss(self, module: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """Call the task's `loss` for a training step, as ``loss``; several losses are logged by their names."""
+        named = self.losses(module, batch)
+        parts = {name: one.detach() for name, one in named.items() if name != "loss" and not one.is_complex()}
+        if parts:
+            log_losses(parts)
+        return named["loss"]
 
     def losses(self, module: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Call the task's `loss`; returns its losses by name, tensors of one element. What is minimised is "loss": the

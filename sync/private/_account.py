@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 
 __all__ = ["Release", "affordable", "epsilon_of", "noise_for", "require_accounting"]
 
@@ -47,7 +47,7 @@ def require_accounting() -> Any:
         import dp_accounting.rdp
     except ImportError as error:
         text = f"epsilon is computed by the package dp-accounting, which is not installed here: {error}"
-        raise GeofedError("UNAVAILABLE", text, hint="pip install 'geofed[privacy]'") from None
+        raise GeofedError("UNAVAILABLE", text, hint=install_hint("privacy")) from None
     # It warns of each order of Renyi's divergence that it leaves out: epsilon is the least over all others.
     logging.getLogger("absl").setLevel(logging.ERROR)
     return dp_accounting

@@ -2,7 +2,7 @@
 
 import pkgutil
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 from sync.channel import Channel, channel_kind
 from sync.store._buffer_pool import BufferPool
 from sync.store._file import FileChannel
@@ -24,5 +24,5 @@ def open_channel(kind: str, address: str) -> Channel:
         if error.name != known.client:
             raise
         text = f"the channel {kind!r} needs {error.name}"
-        raise GeofedError("CONFIG_INVALID", text, hint=f"in a clone of geofed: pip install '.[{kind}]'") from None
+        raise GeofedError("CONFIG_INVALID", text, hint=install_hint(kind)) from None
     return channel

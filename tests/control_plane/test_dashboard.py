@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import threading
 import time
@@ -25,6 +26,8 @@ from geofed_pb.v1 import agent_pb2, common_pb2
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import FakeAgent
 from tests.control_plane.scenario import bring_up, figures, finish, run, train
+from tests.control_plane.test_models import keeps
+from tests.control_plane.test_signed import as_user, submitted
 from tests.control_plane.test_succession import LONG, come, end_early, ended, rounds
 
 EVIL = "<script>alert(1)</script>"
@@ -61,7 +64,8 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
             job = (await stage.submit(job_file)).job.id
             await train(job, a, b)
             for round_ in (1, 2):
-                a.report(job, "training", **figures("a", "b", round_))
+                fast = {"samples_per_second": 23_612.0}
+                a.report(job, "training", **figures("a", "b", round_) | {"speed": fast})
                 await a.settled()
             overview = await pages.get("/")
             assert overview.status_code == 200
@@ -70,6 +74,7 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
             page = (await pages.get(f"/jobs/{job}")).text
             assert f'data-live="/live?job={job}"' in page
             assert "partition.round" in page
+            assert '<td class="right">23,612</td>' in page
             charts = {one["name"]: one for one in (await pages.get(f"/jobs/{job}/series")).json()["charts"]}
             (line,) = charts["loss"]["lines"]
             assert (line["region"], line["x"]) == ("a", [1, 2])
@@ -102,12 +107,16 @@ def test_no_job_that_goes_on_is_hidden_unseen(
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
         first = (await stage.submit(job_file, "r0")).job.id
         await train(first, a, b)
+        for agent, other in ((a, "b"), (b, "a")):
+            agent.report(first, "training", **figures(agent.region, other, 1))
+            await agent.settled()
         second = (await stage.submit(job_file, "r1")).job.id
         async with browser(stage) as pages:
             page = (await pages.get("/")).text
             assert second in page
             assert first not in page
             assert "1 older jobs are active" in page
+            assert "2 active, $0.5000 so far; 4 workers at work." in page, "also of the one that is not shown"
             await finish(first, a, b)
             page = (await pages.get("/")).text
             assert first in page
@@ -326,12 +335,81 @@ def test_jobs_are_ended_scaled_and_shared_by_who_may(serve_config: ServeConfig, 
             assert (await pages.post(f"/jobs/{job}/share", data={"user": "x" * 70_000})).status_code == 429
         async with browser(stage, token) as pages:
             page = await pages.get(f"/jobs/{job}")
-            assert (page.status_code, "End, scale or share" in page.text) == (200, False)
+            assert (page.status_code, "Actions" in page.text) == (200, False)
             assert (await pages.post(f"/jobs/{job}/cancel")).status_code == 403
         async with browser(stage) as pages:
-            assert "End, scale or share" in (await pages.get(f"/jobs/{job}")).text
+            page = (await pages.get(f"/jobs/{job}")).text
+            assert "Actions" in page
+            assert "Cancel</button> No round was evaluated: nothing is kept." in page
             assert (await pages.post(f"/jobs/{job}/cancel")).status_code == 303
             assert (await stage.client.job(job)).state in ("cancelling", "cancelled")
+
+    told(serve_config, scene)
+
+
+def test_a_job_is_renamed_resumed_and_deleted_by_who_may(
+    serve_config: ServeConfig, job_file: Path, tmp_path: Path
+) -> None:
+    asked = ("train.end={steps: 20}", "wan.interval=2", "train.evaluateEvery=1")
+
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        ann = (await stage.client.add_user("ann", role="member")).token
+        async with as_user(stage, ann, None) as client:
+            job = (await submitted(client, job_file, "r1", *asked)).id
+        at = f"/jobs/{job}"
+        await train(job, a, b)
+        await keeps(job, a, b, 1, 1)
+        async with browser(stage, ann) as pages:
+            page = (await pages.get(at)).text
+            assert "Cancel</button> Kept: round 1 (accuracy 0.8250)." in page
+            assert "Resume" not in page
+            assert (await pages.post(f"{at}/rename", data={"name": "Not A Name"})).status_code == 400
+            assert (await pages.post(f"{at}/rename", data={"name": "better"})).status_code == 303
+            assert (await pages.post(f"{at}/share", data={"user": "ann"})).status_code == 303
+            assert "End sharing with ann</button>" in (await pages.get(at)).text
+            assert (await pages.post(f"{at}/unshare", data={"user": "ann"})).status_code == 303
+            assert (await pages.post(f"{at}/replan")).status_code == 409, "in the same regions"
+            for path in ("resume", "delete"):
+                early = await pages.post(f"{at}/{path}", data={"request": "r2"})
+                assert (early.status_code, "only an ended job" in early.text) == (409, True)
+            await pages.post(f"{at}/cancel")
+            for agent in (a, b):
+                agent.report(job, "stopped")
+                await agent.settled()
+            page = (await pages.get(at)).text
+            assert "<h1>better " in page
+            assert "End sharing" not in page
+            assert "Resume as a new job</button> It trains the rest, from round 1 on." in page
+            (request,) = re.findall(r'name="request" value="([^"]+)"', page)
+            first, second = [await pages.post(f"{at}/resume", data={"request": request}) for _ in range(2)]
+            assert (first.status_code, second.status_code) == (303, 303)
+            assert first.headers["location"] == second.headers["location"] != at
+            resumed = await stage.client.job(first.headers["location"].rpartition("/")[2])
+            assert (resumed.user, resumed.initial_model.job, resumed.initial_model.round) == ("ann", job, 1)
+            assert (await pages.post(f"{at}/delete")).status_code == 409, "the other job fetches its model"
+            await pages.post(f"/jobs/{resumed.id}/cancel")
+            asking = (await pages.get(f"{at}/delete")).text
+            assert f"{job} has 1 model, which is lost." in asking
+            assert (await stage.client.job(job)).state == "cancelled", "to look deletes nothing"
+            for agent in (a, b):
+                agent.report(resumed.id, "stopped")
+                await agent.settled()
+            assert (
+                await pages.post(f"{at}/delete", headers={"origin": "https://elsewhere.example"})
+            ).status_code == 403
+            gone = await pages.post(f"{at}/delete")
+            assert (gone.status_code, gone.headers["location"]) == (303, "/")
+            assert (await pages.get(at)).status_code == 404
+            # Whoever signs jobs resumes them by command.
+            async with as_user(stage, ann, tmp_path / "ann.key") as client:
+                await submitted(client, job_file, "r3", *asked)
+            refused = await pages.post(f"/jobs/{resumed.id}/resume", data={"request": "r4"})
+            assert (refused.status_code, "signed with a key" in refused.text) == (403, True)
+        bob = (await stage.client.add_user("bob", role="member")).token
+        async with browser(stage, bob) as pages:
+            for action in ("rename", "unshare", "replan", "resume", "delete"):
+                assert (await pages.post(f"/jobs/{resumed.id}/{action}", data={"request": "r5"})).status_code == 403
+            assert (await pages.get(f"/jobs/{resumed.id}/delete")).status_code == 403
 
     told(serve_config, scene)
 

@@ -74,6 +74,7 @@ def walk(url: str, token: str, jobs: list[str], folder: Path, *, drawn: bool) ->
             ("job", f"/jobs/{jobs[0]}", "loss"),
             ("logs", f"/jobs/{jobs[0]}/logs", ""),
             ("compare", f"/compare?job={jobs[0]}&job={jobs[1]}", ""),
+            ("delete", f"/jobs/{jobs[0]}/delete", ""),
             ("no job", "/jobs/none", ""),
             ("templates", "/submit", ""),
             ("submit", "/submit?template=image-classification", ""),

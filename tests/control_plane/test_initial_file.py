@@ -17,8 +17,8 @@ import pytest
 from safetensors.numpy import save
 
 from control_plane import client as client_module
+from control_plane._plan_view import initial_model_text
 from control_plane.cli._job_file import read_job
-from control_plane.cli._report import initial_model_text
 from control_plane.cli.commands.submit import Submission, planned
 from control_plane.client import ControlClient
 from control_plane.server import ServeConfig

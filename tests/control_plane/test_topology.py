@@ -6,13 +6,19 @@ import json
 import re
 from dataclasses import replace
 from datetime import UTC, datetime
+from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
 
+from control_plane._view import usd_text
 from control_plane.cli._report import plan_text
 from control_plane.core import SendStart
+from control_plane.dashboard._pages import Pages
+from control_plane.dashboard._submission import SubmissionForm
+from control_plane.service import Caller
 from control_plane.service.planning._planning import declined_error, plan_json
 from control_plane.service.rpc._wire import command_of
 from control_plane.spec import JobSpec, load, to_demand
@@ -23,6 +29,9 @@ from tests.control_plane.fake_agent import catalogue
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 ROW = JobRow("j", "j", "r", "sha256:c", "sha256:b", "sha256:t", "{}", "{}", "{}", "planned", 0.0)
+
+FEDERATION = SimpleNamespace(name="test", regions={})
+DRAFT = SubmissionForm("image-classification", "text")
 
 
 def snapshot(*apart: str) -> Snapshot:
@@ -99,3 +108,36 @@ def test_a_kind_that_cannot_be_is_declined_before_anything_starts(job_file: Path
     error = declined_error(answer)
     assert error.code == "INADMISSIBLE"
     assert "wan.topology" in error.hint
+
+
+CLIENTS = {"clients": 1200, "clients_per_round": 120}
+
+
+def test_the_dashboard_shows_of_a_plan_what_the_commands_show(job_file: Path) -> None:
+    shown = json.loads(plan_json(planned(job_file, "mesh")))
+    shown["wan_settings"] = {"background": 1.0, "secure": 1.0}
+    shown["promise"] = {
+        "deadline_asked": True, "deadline_at": "2030-01-01T02:00:00Z", "deadline_step": 0, "budget_usd": 5.0,
+    }  # fmt: skip
+    shown["partitions"] = [part | CLIENTS for part in shown["partitions"]]
+    text = " ".join(plan_text(shown).split())
+    page = unescape(Pages(FEDERATION, "").submit(Caller(), DRAFT, plan=shown, request_id="r"))  # type: ignore[arg-type]
+    facts = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page)
+    for name, value in facts:
+        assert f"{name} {value}" in text
+    told = dict(facts)
+    assert told["rounds"] == f"{shown['rounds']}, each of {shown['interval']} rounds of clients"
+    assert told["clients"].startswith("120 of 1,200 in a, 120 of 1,200 in b")
+    assert told["exchange"].startswith("in the background, while training continues; mesh")
+    assert told["privacy"].startswith("secure aggregation")
+    assert told["deadline"].startswith("2030-01-01T02:00:00Z is promised; training takes ")
+    assert told["budget"].startswith("$5.00 is kept: ")
+    assert told["based on"] == "the speeds that the regions' operators state"
+    assert {"time", "WAN bytes", "cost", "merge", "learning"} <= told.keys()
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr><td>.*?</tr>", page)]
+    usd = {part["region"]: 0.0 for part in shown["partitions"]}
+    for item in shown["estimate"]["items"]:
+        usd[item["region"]] += item["usd"]
+    for part in shown["partitions"]:
+        region, most = part["region"], f"{part['memory_mb']} MB"
+        assert [region, str(part["samples"]), str(part["workers"]), most, usd_text(usd[region])] in rows

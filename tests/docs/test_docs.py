@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -93,6 +94,16 @@ def test_the_site_is_built_and_every_page_is_in_its_navigation(tmp_path: Path) -
 def test_nothing_is_installed_from_where_it_is_not(page: Path) -> None:
     # There is no such package in the index: it is installed from a clone.
     assert not re.findall(r"pip install \S*geofed", page.read_text())
+
+
+def test_hints_name_extras_that_there_are_and_no_package_of_the_index() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rooms = ("geofed", "control_plane", "region_agent", "sync", "scheduler", "deploy", "proto/geofed_pb")
+    text = "".join(path.read_text() for room in rooms for path in sorted((ROOT / room).rglob("*.py")))
+    assert not re.findall(r"pip install \S*geofed", text)
+    named = set(re.findall(r"""install_hint\(['"](\w+)['"]\)""", text))
+    assert len(named) > 5
+    assert named <= extras.keys()
 
 
 def test_the_columns_of_a_trace_are_told() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import importlib.util
+import inspect
 import json
 import re
 import shutil
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.running import TEMPLATES, Running
+from support.running import TEMPLATES, UNHURRIED, Running
 
 import geofed
 from deploy.emulator import Emulator
@@ -60,7 +61,7 @@ def test_the_client_of_the_page_plans_submits_and_reads(
     running_pair: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GEOFED_CONTEXT", str(running_pair.federation.context_file))
-    _, _, _, block, of_async = BLOCKS
+    _, _, _, block, _, of_async = BLOCKS
     names: dict[str, Any] = {}
     exec(block, names)
     described = running_pair.describe(names["job"].id)
@@ -80,6 +81,75 @@ def test_the_client_of_the_page_plans_submits_and_reads(
             client.submit("my-job/job.yaml", set={"train.batches": 1})
         assert refused.value.code == "SPEC_INVALID"
     exec(of_async, {})
+
+
+def test_a_cancelled_job_of_the_page_is_continued(
+    running_pair: Running, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GEOFED_CONTEXT", str(running_pair.federation.context_file))
+    (folder / "my-job" / "task.py").write_text(UNHURRIED)
+    names: dict[str, Any] = {"geofed": geofed}
+    exec(BLOCKS[4], names)
+    before, after = (running_pair.describe(names[one].id) for one in ("job", "again"))
+    assert "JOB_CANCELLED" in capsys.readouterr().out
+    assert (before["state"], before["name"]) == ("cancelled", "early")
+    assert (after["state"], after["name"], after["initial_model"]["job"]) == ("succeeded", "late", before["id"])
+    written = {file.name for file in (folder / "late-model").iterdir()}
+    assert written >= {"README.md", "config.json", "model.safetensors"}
+    with geofed.Client() as client:
+        _check_changing(client, client.job(before["id"]), client.job("late"))
+
+
+def _check_changing(client: geofed.Client, early: geofed.Job, late: geofed.Job) -> None:
+    assert late.export("late.pt", as_="state-dict")["format"] == "state_dict"
+    written = torch.load("late.pt")
+    assert all(torch.equal(tensor, written[name]) for name, tensor in late.model().items())
+    assert late.export("late.safetensors")["digest"] == late.view["models"][-1]["digest"]
+    with pytest.raises(geofed.GeofedError, match=r"late\.safetensors would be overwritten") as refused:
+        early.export("late.safetensors")
+    assert (refused.value.code, refused.value.hint) == ("USAGE", "pass overwrite=True")
+    assert early.export("late.safetensors", overwrite=True)["digest"] == early.view["models"][-1]["digest"]
+    keys = [row["key"] for row in client.compare(early, late.id)["differing"]]
+    assert "train.initialModel.job" in keys
+    assert late.logs(since="1h") == late.logs()
+    assert late.logs(since="2100-01-01T00:00:00Z") == []
+    for wrong, says in (({"since": "soon"}, "neither a duration"), ({"since": "2026-11-27"}, "no time zone")):
+        with pytest.raises(geofed.GeofedError, match=says):
+            late.logs(**wrong)
+    for refused_call, code in (
+        (lambda: late.share("nobody"), "USER_NOT_FOUND"),
+        (lambda: late.scale({"shanghai": 1}), "ILLEGAL_STATE"),
+        (lambda: late.replan("why not"), "ILLEGAL_STATE"),
+        (lambda: client.compare(late), "USAGE"),
+        (lambda: late.export("x", as_="pickle"), "USAGE"),
+    ):
+        with pytest.raises(geofed.GeofedError) as told:
+            refused_call()
+        assert told.value.code == code
+    assert late.unshare("nobody")["shared_with"] == []
+    started = client.plan("my-job/job.yaml", start=late)["initial_model"]
+    assert (started["job"], client.plan("my-job/job.yaml", start="late.safetensors")["initial_model"]["file"]) == (
+        late.id, "late.safetensors",
+    )  # fmt: skip
+    assert early.delete()["id"] == early.id
+    with pytest.raises(geofed.GeofedError) as told:
+        early.rename("gone")
+    assert told.value.code == "JOB_NOT_FOUND"
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    """But for how each is connected, and how a job is looked at again: `view` of the other asks at each time."""
+
+    def methods(of: type) -> dict[str, list[str]]:
+        found = {name: value for name, value in vars(of).items() if not name.startswith("_") and callable(value)}
+        return {name: list(inspect.signature(value).parameters) for name, value in found.items()}
+
+    one, other = methods(geofed.AsyncClient), methods(geofed.Client)
+    assert other.pop("close") == ["self"]
+    assert one == other
+    one, other = methods(geofed.AsyncJob), methods(geofed.Job)
+    assert one.pop("refresh") == ["self"]
+    assert one == other
 
 
 def _check_reading(job: geofed.Job, weights: dict[str, torch.Tensor]) -> None:

@@ -96,8 +96,12 @@ def test_a_task_with_every_hook_trains(running_pair: Running, tmp_path: Path) ->
     assert {(row["round"], row["region"]) for row in logged} >= {(12, region) for region in PAIR}
     assert all(0.1 < row["weight norm"] < 10 for row in logged)
     assert not any("not finite" in row for row in rows)
+    for row in logged:
+        # What is minimised is their sum, of the same steps.
+        assert 0 < row["train/penalty"] < 0.1
+        assert row["train/fit"] > 0
     for part in described["partitions"]:
-        assert set(part["logged"]) == {"completed", "parts", "weight norm"}
+        assert set(part["logged"]) == {"completed", "parts", "train/fit", "train/penalty", "weight norm"}
         # Two workers, each of which is busy for part of the time; torch alone takes more than 50 MB.
         assert 0 < part["usage"]["cpu_cores"] <= os.cpu_count() * 1.1
         assert 50e6 < part["usage"]["memory_bytes"] < 4e9

@@ -211,6 +211,7 @@ SURFACES = {
     },
     "scheduler.tuning": {
         "SKEW_THRESHOLD",
+        "LabelCounts",
         "label_skew",
         "ChannelProfile",
         "Compute",

@@ -10,7 +10,7 @@ import pytest
 
 import geofed
 from geofed_pb.bounds import LOGGED_NAME_BYTES, MOST_LOGGED
-from geofed_pb.user_code.recording import Recorder, recording
+from geofed_pb.user_code.recording import Recorder, log_losses, recording
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +44,17 @@ def test_names_and_values_are_bounded(capsys: pytest.CaptureFixture[str]) -> Non
     assert list(sums) == [f"n{number}" for number in range(MOST_LOGGED)]
     assert sums["n0"] == (0.0, 1)
     assert len(capsys.readouterr().err.splitlines()) == 2, "each is said once"
+
+
+def test_parts_of_a_loss_are_logged_apart_from_what_the_task_logs() -> None:
+    recorder = Recorder()
+    log_losses({"fit": 1.0})  # no invocation runs
+    with recording(recorder):
+        recorder.round = 2
+        geofed.log("fit", 8.0)
+        for value in (1.0, 2.0):
+            log_losses({"fit": value, "step": 4.0, "a\nb": 1.0, "x" * LOGGED_NAME_BYTES: 1.0, "odd": float("nan")})
+    assert recorder.up_to(2) == {2: {"fit": (8.0, 1), "train/fit": (3.0, 2), "train/step": (8.0, 2)}}
 
 
 @pytest.mark.parametrize("name", ["", "x" * (LOGGED_NAME_BYTES + 1), "a\nb", "a\x00", "loss", "system/cpu_cores", 3])

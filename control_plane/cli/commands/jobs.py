@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from control_plane._view import Data, bytes_text, job_summary, job_view, region_view, seconds_text, usd_text
+from control_plane._view import (
+    Data,
+    bytes_text,
+    job_summary,
+    job_view,
+    kept_if_cancelled,
+    region_view,
+    seconds_text,
+    usd_text,
+)
 from control_plane.cli._completion import complete_job, complete_region_workers, complete_user
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._options import ContextFile, NoInput, Output, Yes
@@ -159,13 +168,8 @@ def replan(
 
 
 def _what_is_kept(job: str) -> Any:
-    from control_plane._view import model_text
-
     async def request(client: ControlClient) -> str:
-        models = job_view(await client.job(job))["models"]
-        if not models:
-            return "No round was evaluated: nothing is kept."
-        return f"Kept: {'; '.join(model_text(model) for model in models[-3:])}."
+        return kept_if_cancelled(job_view(await client.job(job)))
 
     return request
 

@@ -53,11 +53,15 @@ def delete(
     confirm(f"Delete job {job} and all that belongs to it? Its model is lost.", yes=yes)
 
     async def ask(client: ControlClient) -> Data:
-        gone = await client.delete(job)
-        at, regions = time_text(gone.deleted_at), list(gone.regions)
-        return {"id": gone.job, "deleted_at": at, "deleted_by": gone.deleted_by, "regions": regions}
+        return deletion_view(await client.delete(job))
 
     emit(ask_control_plane(context, ask), table=_deleted_text, name=lambda data: str(data["id"]))
+
+
+def deletion_view(gone: control_pb2.DeleteReply) -> Data:
+    """Return the view of a deletion."""
+    at, regions = time_text(gone.deleted_at), list(gone.regions)
+    return {"id": gone.job, "deleted_at": at, "deleted_by": gone.deleted_by, "regions": regions}
 
 
 def _deleted_text(data: Data) -> str:

@@ -69,7 +69,7 @@ def submit(
 ) -> None:
     """Submit a job, or with --dry-run show its plan. On a terminal the plan is shown first, and confirmed by you."""
     if start is not None:
-        overrides = [_starting_from(start), *(overrides or [])]
+        overrides = [starting_from(start), *(overrides or [])]
     overrides = _by_method(method, overrides)
     loaded, bundle = read_job(job_file, overrides, name)
     if profile:
@@ -95,8 +95,9 @@ def _by_method(method: str | None, overrides: list[str] | None) -> list[str] | N
     return overrides if method is None else [*(overrides or []), f"objective.method={method}"]
 
 
-def _starting_from(start: str) -> str:
-    """Return the override of `submit --from`: an existing file with this ending is a file, and anything else a job."""
+def starting_from(start: str) -> str:
+    """Return the override that starts from a job or a file, as `submit --from`: an existing file with the ending of
+    safetensors is a file, and anything else a job."""
     path = Path(start)
     is_file = path.suffix == ".safetensors" and path.is_file()
     return f"train.initialModel={json.dumps({'file': str(path.absolute())} if is_file else {'job': start})}"

@@ -13,6 +13,9 @@ const BAD = ["down", "lost", "failed", "refused"];
 
 // Titles take a few HTML tags; names of metrics are the task's.
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+// Three digits at least, and no exponent.
+const figure = (value) => value.toLocaleString("en",
+  Math.abs(value) >= 999.5 ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: 3 });
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 // What the charts are drawn by: round, step or time.
@@ -101,8 +104,8 @@ function network(found) {
     x: edges.map((l) => 0.7 * place[l.source][0] + 0.3 * place[l.destination][0]),
     y: edges.map((l) => 0.7 * place[l.source][1] + 0.3 * place[l.destination][1]),
     text: edges.map((l) => plain(`${l.source} → ${l.destination}: ${l.state}`) +
-      (l.rtt_ms === null ? "" : `<br>${l.rtt_ms.toPrecision(3)} ms`) +
-      (l.goodput_mbps === null ? "" : `<br>${l.goodput_mbps.toPrecision(3)} Mbit/s`) + `<br>${plain(l.codec)}`),
+      (l.rtt_ms === null ? "" : `<br>${figure(l.rtt_ms)} ms`) +
+      (l.goodput_mbps === null ? "" : `<br>${figure(l.goodput_mbps)} Mbit/s`) + `<br>${plain(l.codec)}`),
   });
   traces.push({
     type: "scatter", mode: "markers+text", text: found.regions.map((r) => r.name), textposition: "top center",
@@ -123,7 +126,7 @@ function timeline(regions) {
   const traces = PARTS.map(([part, fill], n) => {
     const bars = regions.flatMap(({ region, rounds }) => rounds.map(([first, last, begin, ...seconds]) => ({
       region, seconds: seconds[n], begin: begin + seconds.slice(0, n).reduce((sum, one) => sum + one, 0),
-      text: `${first === last ? `round ${first}` : `rounds ${first} to ${last}`}, ${part}: ${seconds[n].toPrecision(3)} s`,
+      text: `${first === last ? `round ${first}` : `rounds ${first} to ${last}`}, ${part}: ${figure(seconds[n])} s`,
     })).filter((bar) => bar.seconds > 0));
     return {
       type: "bar", orientation: "h", name: part, marker: { color: fill }, hoverinfo: "text",

@@ -1,17 +1,19 @@
-"""What users may do to a job that runs: end it, with or without a model, and let others read it."""
+"""What users may do to a job: end it, replan it, name it, and let others read it."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 
+from control_plane._view import standing_text
 from control_plane.core import CancelRequested, FinishRequested
+from control_plane.service.jobs._succession import Succession
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
 from geofed_pb.errors import GeofedError
 
-__all__ = ["cancel", "finish", "rename", "share"]
+__all__ = ["cancel", "finish", "rename", "replan", "share"]
 
 _JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -48,6 +50,17 @@ async def finish(federation: Federation, entry: JobEntry, reason: str, by: str) 
         hint = f"`geofed finish {after}` ends that job"
         raise GeofedError("ILLEGAL_STATE", f"job {job} has ended already; job {after} continues", hint=hint)
     return entry
+
+
+async def replan(federation: Federation, succession: Succession, entry: JobEntry, reason: str, by: str) -> JobEntry:
+    """Replan a job that runs: end it, and continue its model in a new job over the regions that are available now.
+
+    Raises ``GeofedError("ILLEGAL_STATE")`` if it has ended, and what `Succession.replan` raises.
+    """
+    if entry.state.terminal:
+        raise _ended(entry)
+    await succession.replan(entry.row.id, reason, by)
+    return await federation.lookup.find_job(entry.row.id)
 
 
 async def share(federation: Federation, entry: JobEntry, user: str, by: str, *, end: bool = False) -> JobEntry:
@@ -88,3 +101,15 @@ async def _now(federation: Federation, draft: Draft, job: str) -> JobEntry:
     if entry is None:
         raise GeofedError("JOB_NOT_FOUND", f"job {job} not found")
     return entry
+
+
+def _ended(entry: JobEntry) -> GeofedError:
+    """Return the error for replanning a job that has ended."""
+    job, state = entry.row.id, entry.state
+    hint = None
+    if state.successor:
+        hint = f"it continued as {state.successor}"
+    elif state.phase == "succeeded":
+        hint = f"a new job with `train.initialModel: {{job: {job}}}` starts from its model"
+    text = f"job {job} {standing_text(state.phase)}; only a running job can be replanned"
+    return GeofedError("ILLEGAL_STATE", text, hint=hint)

@@ -315,7 +315,6 @@ def rest_of(entry: JobEntry, at: float, model: KeptModel | None = None) -> JobSp
     order; a learning rate schedule continues where it is. Raises ``GeofedError("ILLEGAL_STATE")`` if nothing is left.
     """
     state, spec, job = entry.state, entry.spec, entry.row.id
-    reports = [part.report for part in state.partitions if part.report is not None]
     done = state.rounds_done if model is None else model.round
     share = done / entry.plan.rounds
     rest: dict[str, Any] = json.loads(spec.to_json())
@@ -341,9 +340,7 @@ def rest_of(entry: JobEntry, at: float, model: KeptModel | None = None) -> JobSp
     ends = state.deadline_at
     objective["deadline"] = None if ends is None else datetime.fromtimestamp(ends, UTC).isoformat()
     if spec.objective.budget is not None:
-        copies = [copy.report for copy in state.copies if copy.report is not None]
-        paid = sum(report.totals.usd for report in (*reports, *copies))
-        objective["budget"] = spec.objective.budget - paid
+        objective["budget"] = spec.objective.budget - state.usd
         if objective["budget"] <= 0:
             raise GeofedError("ILLEGAL_STATE", f"the budget of {job} is spent")
     return parse_json(json.dumps(rest))

@@ -409,8 +409,6 @@ def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | Non
         replace(region, free=region.workers + (0 if queued else max(0, free.get(region.region, 0))))
         for region in staffed
     ]
-    copies = [copy.report for copy in entry.state.copies if copy.report is not None]
-    paid = sum(report.totals.usd for report in (*reports, *copies))
     ends = entry.state.deadline_at
     return restaff(
         bounded,
@@ -419,5 +417,5 @@ def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | Non
         background=entry.plan.background,
         minimise=demand.minimise,
         deadline_seconds=None if ends is None else max(0.0, ends - draft.at),
-        budget_usd=None if demand.budget_usd is None else max(0.0, demand.budget_usd - paid),
+        budget_usd=None if demand.budget_usd is None else max(0.0, demand.budget_usd - entry.state.usd),
     )

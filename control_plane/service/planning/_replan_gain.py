@@ -73,8 +73,7 @@ def pays(entry: JobEntry, then: Plan, round_seconds: float) -> str:
         return (
             f"it ends {1 - predicted / left_seconds:.0%} sooner" if predicted < (1 - _MIN_SAVING) * left_seconds else ""
         )
-    copies = [copy.report for copy in state.copies if copy.report is not None]
-    round_usd = sum(report.totals.usd for report in (*reports, *copies)) / done
+    round_usd = state.usd / done
     left_usd, predicted = rounds * round_usd, round_usd + then.estimate.usd.expected
     return f"it costs {1 - predicted / left_usd:.0%} less" if predicted < (1 - _MIN_SAVING) * left_usd else ""
 

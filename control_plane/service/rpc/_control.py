@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from control_plane._view import standing_text
 from control_plane.core import TERMINAL
 from control_plane.oidc import SCOPE
 from control_plane.pki import (
@@ -27,7 +26,7 @@ from control_plane.pki import (
     not_issued,
 )
 from control_plane.service.jobs._attestation import statement_of
-from control_plane.service.jobs._commands import cancel, finish, rename, share
+from control_plane.service.jobs._commands import cancel, finish, rename, replan, share
 from control_plane.service.jobs._resume import resume
 from control_plane.service.jobs._signed import require_signed
 from control_plane.service.jobs._submission import answer_plan, scale, submit
@@ -263,11 +262,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Replan(self, request: control_pb2.ReplanRequest, context: Context) -> control_pb2.Job:
         """Replan a job: end it, and continue its model in a new job over the regions that are available now."""
-        entry = await self._find(request.job)
-        if entry.state.terminal:
-            raise _ended(entry)
-        await self._succession.replan(entry.row.id, request.reason, _who())
-        return self._federation.describe(await self._federation.lookup.find_job(entry.row.id))
+        entry = await replan(self._federation, self._succession, await self._find(request.job), request.reason, _who())
+        return self._federation.describe(entry)
 
     @answering
     async def Resume(self, request: control_pb2.ResumeRequest, context: Context) -> control_pb2.SubmitReply:
@@ -498,18 +494,6 @@ def _page(messages: Iterable[_Message], max_bytes: int = _PAGE_BYTES) -> tuple[l
             return found, True
         found.append(message)
     return found, False
-
-
-def _ended(entry: JobEntry) -> GeofedError:
-    """Return the error for replanning a job that has ended."""
-    job, state = entry.row.id, entry.state
-    hint = None
-    if state.successor:
-        hint = f"it continued as {state.successor}"
-    elif state.phase == "succeeded":
-        hint = f"a new job with `train.initialModel: {{job: {job}}}` starts from its model"
-    text = f"job {job} {standing_text(state.phase)}; only a running job can be replanned"
-    return GeofedError("ILLEGAL_STATE", text, hint=hint)
 
 
 def _version() -> str:

@@ -60,7 +60,7 @@ def _not_ended(draft: Draft, job: str) -> GeofedError:
     """Return the error for a job that has not ended, or was deleted a moment ago."""
     if (entry := draft.job(job)) is None:
         return GeofedError("JOB_NOT_FOUND", f"job {job} not found")
-    hint = f"`geofed cancel {job}` ends it without a model, `geofed finish {job}` with its present one"
+    hint = f"`geofed finish {job}` ends it with its present model, `geofed cancel {job}` without"
     text = f"job {job} {standing_text(entry.state.phase)}; only an ended job can be deleted"
     return GeofedError("ILLEGAL_STATE", text, hint=hint)
 

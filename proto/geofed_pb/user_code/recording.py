@@ -13,12 +13,14 @@ from typing import SupportsFloat
 
 from geofed_pb.bounds import LOGGED_NAME_BYTES, MOST_LOGGED, clean
 
-__all__ = ["RESERVED", "Recorder", "Sums", "log", "recording"]
+__all__ = ["RESERVED", "Recorder", "Sums", "log", "log_losses", "log_sums", "recording"]
 
 Sums = dict[str, tuple[float, int]]
 """Sum and number of the values, by name."""
 RESERVED = frozenset({"region", "round", "at", "step", "samples", "loss", "test_loss"})
 """Names of figures that every round has."""
+_TRAIN = "train/"
+"""Prefix of the names of a loss's parts: an evaluation shows parts on the test data by their names alone."""
 _KEPT_ROUNDS = 2
 """With background exchange values of the open round and of the one before it are recorded at the same time."""
 
@@ -34,12 +36,20 @@ class Recorder:
 
     def add(self, name: str, value: SupportsFloat) -> None:
         """Add a value. Raises ``ValueError`` for a name that cannot be used, ``TypeError`` for what is no number."""
-        if not isinstance(name, str) or not name or clean(name, LOGGED_NAME_BYTES) != name or "\n" in name:
+        if not _is_name(name):
             text = f"log: {name!r} is no name: up to {LOGGED_NAME_BYTES} bytes on one line"
             raise ValueError(text)
         if name in RESERVED or name.startswith("system/"):
             raise ValueError(f"log: {name!r} is the name of a figure that every round has; choose another one")
-        number = float(value)
+        self._put(name, float(value))
+
+    def add_losses(self, losses: Mapping[str, SupportsFloat]) -> None:
+        """Add the parts of a loss, each as "train/NAME"; names that cannot be shown are left out."""
+        for name, value in losses.items():
+            if _is_name(f"{_TRAIN}{name}"):
+                self._put(f"{_TRAIN}{name}", float(value))
+
+    def _put(self, name: str, number: float) -> None:
         if not self.round:
             return
         sums = self._rounds.setdefault(self.round, {})
@@ -88,6 +98,10 @@ class Recorder:
                 self._rounds.setdefault(int(one), {})[name] = total, int(facts[f"l/n/{one}/{name}"])
 
 
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and bool(name) and clean(name, LOGGED_NAME_BYTES) == name and "\n" not in name
+
+
 _current: Recorder | None = None
 
 
@@ -101,6 +115,12 @@ def log(name: str, value: SupportsFloat) -> None:
     """
     if _current is not None:
         _current.add(name, value)
+
+
+def log_losses(losses: Mapping[str, SupportsFloat]) -> None:
+    """Log the parts of the loss of a training step."""
+    if _current is not None:
+        _current.add_losses(losses)
 
 
 def log_sums(sums: Sums) -> None:

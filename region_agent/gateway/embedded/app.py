@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 from geofed_pb.tasks import awaited
 from region_agent.gateway.embedded.async_queue import AsyncQueue, QueuedCall
 from region_agent.gateway.embedded.config import Config
@@ -92,8 +92,9 @@ def _provider_of(config: Config) -> Provider:
         try:
             from region_agent.gateway.embedded.cluster.provider import ClusterProvider
         except ImportError:
-            hint = "pip install 'geofed[kubernetes]'"
-            raise GeofedError("CONFIG_INVALID", "the package lightkube is not installed", hint=hint) from None
+            raise GeofedError(
+                "CONFIG_INVALID", "the package lightkube is not installed", hint=install_hint("kubernetes")
+            ) from None
         return ClusterProvider(config)
     if config.serverless is not None:
         from region_agent.gateway.embedded.serverless.provider import ServerlessProvider

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import httpx2
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LineSplitter
 from region_agent.gateway.embedded.provider import Provider
@@ -70,8 +70,9 @@ class ContainerProvider(Provider):
         try:
             await asyncio.to_thread(self._open)
         except ImportError:
-            hint = "pip install 'geofed[docker]'"
-            raise GeofedError("CONFIG_INVALID", "the package docker is not installed", hint=hint) from None
+            raise GeofedError(
+                "CONFIG_INVALID", "the package docker is not installed", hint=install_hint("docker")
+            ) from None
         except Exception as error:
             text = f"no Docker engine answers at {self.config.docker}: {error}"
             hint = "start it, and let the agent's user use its socket"

@@ -33,7 +33,7 @@ class _Losses(torch.nn.Module):
         self.module, self._task = module, task
 
     def forward(self, batch: Any) -> torch.Tensor:
-        return self._task.loss(self.module, batch)
+        return self._task.training_loss(self.module, batch)
 
 
 def described(module: torch.nn.Module) -> list[tuple[str, str, tuple[int, ...], bool]]:

@@ -29,7 +29,7 @@ def accumulate(
     samples = sum(size for size, _ in parts)
     value = 0.0
     for left, (size, batch) in zip(reversed(range(len(parts))), parts, strict=True):
-        loss = task.loss(module, batch)
+        loss = task.training_loss(module, batch)
         with task.calling("the loss"):
             if len(parts) > 1:
                 loss = loss * (size / samples)

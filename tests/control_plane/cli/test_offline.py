@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from control_plane.cli._output import columns
 from control_plane.cli._plan import diff_text, plan_diff
 from control_plane.cli._report import money_table, partition_table, result_text, rounds_text, wan_table
 from control_plane.cli.commands.jobs import _slack_cell
+from control_plane.cli.commands.views.compare import _compared_text
+from control_plane.cli.commands.views.history import _rounds_table
 from region_agent.config import load_config
 from tests.control_plane.cli.conftest import Run
 
@@ -55,6 +58,44 @@ def test_init_says_which_templates_have_no_example_data(run: Run, tmp_path: Path
     told = run("init", str(tmp_path / "mine"), "--template", "federated-evaluation", "--no-input").err
     assert "template federated-evaluation has no example data" in told
     assert "`geofed new federated-evaluation DIR`" in told
+
+
+MAKERS = (
+    (
+        "Traceback (most recent call last):\nModuleNotFoundError: No module named 'numpy'",
+        ("UNAVAILABLE", "no example data: ModuleNotFoundError: No module named 'numpy'"),
+        "in a clone of geofed: pip install '.[demo]'",
+    ),
+    (
+        "error[UNAVAILABLE]: scikit-learn is not installed\nhint: install it",
+        ("UNAVAILABLE", "no example data: scikit-learn is not installed"),
+        "install it",
+    ),
+    (
+        "error[DISK_FULL]: cannot write a: no space",
+        ("DISK_FULL", "no example data: cannot write a: no space"),
+        "free space in the state directory; nothing was lost",
+    ),
+    (
+        "Traceback (most recent call last):\nValueError: three regions at least",
+        ("UNAVAILABLE", "no example data: ValueError: three regions at least"),
+        "all that it said is above; `geofed new TEMPLATE DIR` writes a job without data",
+    ),
+)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("said", "told", "hint"), MAKERS, ids=["package", "own error", "disk", "other"])
+def test_init_tells_why_there_is_no_example_data_and_leaves_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, told: tuple[str, str], hint: str
+) -> None:
+    maker = tmp_path / "python"
+    maker.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{said}\nEND\nexit 1\n")
+    maker.chmod(0o755)
+    monkeypatch.setattr("control_plane.cli.commands.start.init.sys", SimpleNamespace(executable=str(maker)))
+    error = run("init", str(tmp_path / "mine"), "--no-input", "-o", "json").error
+    assert ((error["code"], error["message"]), error["hint"]) == (told, hint)
+    assert not [*(tmp_path / "mine").iterdir()], "it can be given again"
 
 
 def test_the_help_of_init_tells_what_is_taken_without_an_answer(run: Run) -> None:
@@ -285,6 +326,50 @@ def test_tables_fit_the_terminal_with_one_line_for_each_row(monkeypatch: pytest.
     plain = [re.sub(r"\x1b\[[0-9;]*m", "", text) for text in texts]
     assert max(len(line) for text in plain for line in text.splitlines()) <= width
     assert [len(text.splitlines()) for text in plain[:3]] == [3, 3, 4]
+
+
+REPORTED = [
+    {
+        "round": number, "region": region, "at": "2026-01-01T10:00:00.000Z", "step": 20 * number, "samples": 64_000,
+        "loss": 0.5, "test_loss": 0.6,
+        **dict.fromkeys(("accuracy", "calibration", "f1", "precision", "recall"), 0.125),
+    }
+    for number in (1, 2)
+    for region in ("frankfurt", "virginia")
+]  # fmt: skip
+COMPARED = {
+    "jobs": [
+        {
+            "job": f"digits-2026112910{number}", "state": "succeeded", "metrics": {"accuracy": 0.9}, "rounds": 4,
+            "samples": 64_000, "training_seconds": 4.0, "wan_bytes": 1e6, "usd": 0.5,
+        }
+        for number in range(1000, 1004)
+    ],
+    "differing": [{"key": "advanced.wan.interval", "values": [1, 2, 4, None]}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(60, "F1, PRECISION, RECALL"), (80, "RECALL"), (120, "")])
+def test_rounds_and_compared_jobs_fit_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, hidden: str
+) -> None:
+    for module in ("_output", "commands.views.history"):
+        monkeypatch.setattr(f"control_plane.cli.{module}.stdout_is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    rounds, compared = [
+        [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+        for text in (_rounds_table(REPORTED), _compared_text(COMPARED))
+        if max(len(line) for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()) <= width
+    ]
+    assert [line[:2] for line in rounds[1:]] == [[str(row["round"]), row["region"]] for row in REPORTED]
+    assert "ACCURACY" in rounds[0]
+    assert capsys.readouterr().err == (
+        f"no room for {hidden}: a wider terminal shows them, and -o json\n" if hidden else ""
+    )
+    heads = [line for line in compared if line and line[0].startswith("digits-")]
+    assert [job for line in heads for job in line] == [job["job"] for job in COMPARED["jobs"]], "no ID is broken"
+    intervals = [value for line in compared if line[:1] == ["advanced.wan.interval"] for value in line[1:]]
+    assert intervals == ["1", "2", "4", "-"]
 
 
 def _ended() -> dict[str, Any]:

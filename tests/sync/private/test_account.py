@@ -106,4 +106,4 @@ def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(GeofedError) as told:
         epsilon_of([(Release(1.0), 1)], DELTA)
-    assert (told.value.code, told.value.hint) == ("UNAVAILABLE", "pip install 'geofed[privacy]'")
+    assert (told.value.code, told.value.hint) == ("UNAVAILABLE", "in a clone of geofed: pip install '.[privacy]'")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from control_plane._redaction import redacted
 from control_plane._view import ENDED, Data, job_view, model_text, standing_text
-from control_plane.cli._connect import ask_control_plane
+from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._options import ContextFile, NoInput, Output, Yes
 from control_plane.cli._output import emit, fields, unwritable
 from control_plane.cli._settings import Format
@@ -23,7 +24,13 @@ from control_plane.cli.commands.export._options import (
     OutputFile,
     TaskFolder,
 )
-from control_plane.cli.commands.export._targets import MANIFEST, check_places, confirm_overwrite, manifest_of
+from control_plane.cli.commands.export._targets import (
+    MANIFEST,
+    Agree,
+    agree_to_overwrite,
+    check_places,
+    manifest_of,
+)
 from control_plane.cli.commands.jobs import JobArgument
 from geofed_pb.errors import OUTAGE, GeofedError
 
@@ -54,25 +61,60 @@ def export(
     that of an evaluated round.
     """
 
-    program = _ready(part, task, inputs or [])
+    wanted = Export(output_file, round_, region, part, task, tuple(inputs or ()))
+    # Before there is a connection.
+    wanted.check()
+
+    def agree(files: str) -> None:
+        confirm(f"Overwrite {files}?", yes=yes)
 
     async def fetch(client: ControlClient) -> Data:
-        view = job_view(await client.job(job))
-        view["model"] = chosen(view, round_) if region is None else _own_model(region, round_, part)
-        name = view["id"] if region is None else f"{view['id']}-{region}"
-        target = output_file or Path(name if part.is_folder else f"{name}{part.ending}")
-        check_places(target, is_folder=part.is_folder)
-        if part is ExportKind.HUB:
-            return await _written_for_hub(client, view, target, yes=yes)
-        if part is not ExportKind.WHOLE:
-            return await _written_part(client, view, target, part, program, yes=yes)
-        changed = target.is_file() and not _holds(target, view["model"]["digest"])
-        confirm_overwrite({target: None} if changed else {}, target, yes=yes)
-        await download(client, view, target)
-        _take_round(view, target)
-        return _with_manifest(view, target)
+        return await write_model(client, job, wanted, agree)
 
     emit(ask_control_plane(context, fetch), table=_exported_text, name=lambda data: str(data["file"]))
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is to be written of a job's model, and where; the fields are the options of the command."""
+
+    file: Path | None = None
+    """None: named after the job."""
+    round: str | None = None
+    region: str | None = None
+    part: ExportKind = ExportKind.WHOLE
+    task: Path | None = None
+    inputs: tuple[str, ...] = ()
+
+    def check(self) -> tuple[Path, list[Input]] | None:
+        """Return what a program is made of; None: it is none.
+
+        Raises ``GeofedError("USAGE")`` if packages are missing or options do not go together.
+        """
+        return _ready(self.part, self.task, list(self.inputs))
+
+
+async def write_model(client: ControlClient, job: str, wanted: Export, agree: Agree) -> Data:
+    """Write a job's model, and a manifest next to it; return what was written, as the command does.
+
+    Raises ``GeofedError``: what `Export.check` and ``agree`` raise; MODEL_NOT_FOUND, DIGEST_MISMATCH, DISK_FULL.
+    """
+    program, part = wanted.check(), wanted.part
+    view = job_view(await client.job(job))
+    own = wanted.region is not None
+    view["model"] = _own_model(wanted.region or "", wanted.round, part) if own else chosen(view, wanted.round)
+    name = f"{view['id']}-{wanted.region}" if own else view["id"]
+    target = wanted.file or Path(name if part.is_folder else f"{name}{part.ending}")
+    check_places(target, is_folder=part.is_folder)
+    if part is ExportKind.HUB:
+        return await _written_for_hub(client, view, target, agree)
+    if part is not ExportKind.WHOLE:
+        return await _written_part(client, view, target, part, program, agree)
+    changed = target.is_file() and not _holds(target, view["model"]["digest"])
+    agree_to_overwrite({target: None} if changed else {}, target, agree)
+    await download(client, view, target)
+    _take_round(view, target)
+    return _with_manifest(view, target)
 
 
 def _own_model(region: str, round_: str | None, part: ExportKind) -> Data:
@@ -122,8 +164,7 @@ async def _written_part(
     target: Path,
     part: ExportKind,
     program: tuple[Path, list[Input]] | None,
-    *,
-    yes: bool,
+    agree: Agree,
 ) -> Data:
     """Write the model as something else than its own file."""
     import tempfile
@@ -136,7 +177,7 @@ async def _written_part(
 
     file = target / "adapter_model.safetensors" if part.is_folder else target
     files = [file, target / "adapter_config.json"] if part.is_folder else [file]
-    confirm_overwrite(dict.fromkeys(files), file, yes=yes)
+    agree_to_overwrite(dict.fromkeys(files), file, agree)
     with tempfile.TemporaryDirectory(prefix="geofed-export-") as folder:
         whole = Path(folder) / "model.safetensors"
         await download(client, view, whole)
@@ -155,7 +196,7 @@ async def _written_part(
     return _with_manifest(view, file, told)
 
 
-async def _written_for_hub(client: ControlClient, view: Data, folder: Path, *, yes: bool) -> Data:
+async def _written_for_hub(client: ControlClient, view: Data, folder: Path, agree: Agree) -> Data:
     """Write a folder as model hubs have it: weights, the task's config, and a card that says where they come from."""
     from control_plane.cli.commands.views._card import model_card
 
@@ -168,7 +209,7 @@ async def _written_for_hub(client: ControlClient, view: Data, folder: Path, *, y
         folder / "README.md": model_card(view).encode(),
     }
     changed = target.exists() and not _holds(target, view["model"]["digest"])
-    confirm_overwrite({**({target: None} if changed else {}), **texts}, target, yes=yes)
+    agree_to_overwrite({**({target: None} if changed else {}), **texts}, target, agree)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         await download(client, view, target)

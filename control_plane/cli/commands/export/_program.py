@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from geofed_pb.bounds import clean
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 from geofed_pb.user_code.modules import drop_task_modules, import_task
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def find_packages(*names: str, option: str, extra: str) -> None:
     """Raise ``GeofedError("USAGE")`` if a package is not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        hint = f"in a clone of geofed: pip install '.[{extra}]'; or export it as safetensors"
+        hint = f"{install_hint(extra)}; or export it as safetensors"
         verb = "is" if len(missing) == 1 else "are"
         text = f"--as {option} needs {' and '.join(missing)}, which {verb} not installed"
         raise GeofedError("USAGE", text, hint=hint)

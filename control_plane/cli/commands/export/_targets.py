@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from control_plane.cli._connect import confirm
 from control_plane.cli._output import unwritable
 
-__all__ = ["MANIFEST", "check_places", "confirm_overwrite", "manifest_of"]
+__all__ = ["MANIFEST", "Agree", "agree_to_overwrite", "check_places", "manifest_of"]
+
+Agree = Callable[[str], None]
+"""Gets the files that would be overwritten, in words; raises ``GeofedError`` if they must not be."""
 
 MANIFEST = "ModelManifest"
 """`kind` of a manifest."""
@@ -39,18 +41,18 @@ def check_places(target: Path, *, is_folder: bool) -> None:
         raise unwritable(target, OSError(number, os.strerror(number)))
 
 
-def confirm_overwrite(files: Mapping[Path, bytes | None], model: Path, *, yes: bool) -> None:
-    """Ask before other files are overwritten, those and the manifest of ``model``. ``files``: their new content by
-    path, by which they are not asked for if they have it; None: unknown.
+def agree_to_overwrite(files: Mapping[Path, bytes | None], model: Path, agree: Agree) -> None:
+    """Have it agreed to that other files are overwritten, those and the manifest of ``model``.
 
-    Raises ``GeofedError("USAGE")`` if the answer is no.
+    ``files``: their new content by path, by which they do not count if they have it; None: unknown. Raises what
+    ``agree`` raises.
     """
     lost = [path for path, content in files.items() if path.exists() and not _has(path, content)]
     manifest = manifest_of(model)
     if manifest.exists() and not _is_manifest(manifest):
         lost.append(manifest)
     if lost:
-        confirm(f"Overwrite {', '.join(map(str, lost))}?", yes=yes)
+        agree(", ".join(map(str, lost)))
 
 
 def _has(path: Path, content: bytes | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from control_plane._view import Data
 from control_plane.cli._options import NoInput, Output
 from control_plane.cli._output import emit, say, unwritable
 from control_plane.cli._settings import Format, can_ask
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import CATALOGUE, GeofedError, install_hint
 
 _REGION = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _DATASETS = {
@@ -27,6 +28,8 @@ _DATASETS = {
 """Name of each template's dataset, as in its job file."""
 _MAKE_SECONDS = 300.0
 """Timeout of making the example data, which takes some seconds."""
+_OWN_ERROR = re.compile(r"^error\[(?P<code>\w+)\]: (?P<message>.*)(?:\nhint: (?P<hint>.*))?", re.MULTILINE)
+"""As commands write their errors."""
 _Answer = Callable[[str], Any]
 
 
@@ -57,7 +60,13 @@ def init(
         if folder.is_dir() and any(folder.iterdir()):
             raise GeofedError("ILLEGAL_STATE", f"{folder} is not empty", hint="choose another folder")
         write_template(chosen, folder / "job", None)
-        shards = _example_data(chosen, folder, names)
+        try:
+            shards = _example_data(chosen, folder, names)
+        except GeofedError:
+            # So that the command can be given again.
+            for part in ("job", "shards"):
+                shutil.rmtree(folder / part, ignore_errors=True)
+            raise
         form = _format(folder / "job" / "dataset.yaml")
         files = [
             _write_region(folder, name, chosen, form, most, shards[name], name if own_machines else "")
@@ -133,9 +142,22 @@ def _example_data(template: str, folder: Path, regions: list[str]) -> Data:
     say("making example data")
     made = subprocess.run(argv, capture_output=True, text=True, timeout=_MAKE_SECONDS, check=False)
     if made.returncode:
-        raise GeofedError("UNAVAILABLE", f"no example data: {made.stderr.strip()}", hint="pip install 'geofed[demo]'")
+        raise _not_made(made.stderr)
     found: Data = json.loads(made.stdout)
     return found
+
+
+def _not_made(output: str) -> GeofedError:
+    """Return the error of a maker of example data: its own, else that of the last line which it has written."""
+    own = _OWN_ERROR.search(output)
+    if own is not None and own["code"] in CATALOGUE:
+        return GeofedError(own["code"], f"no example data: {own['message']}", hint=own["hint"])
+    say(output.rstrip())
+    last = ([line for line in output.splitlines() if line.strip()] or ["it said nothing"])[-1]
+    hint = "all that it said is above; `geofed new TEMPLATE DIR` writes a job without data"
+    if last.startswith("ModuleNotFoundError"):
+        hint = install_hint("demo")
+    return GeofedError("UNAVAILABLE", f"no example data: {last}", hint=hint)
 
 
 def _format(file: Path) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
+from control_plane._plan_view import exchange_text, privacy_text
 from control_plane._view import Data, bytes_text, seconds_text, standing_text, usd_text
-from control_plane.cli._report import exchange_text, privacy_text
 
 __all__ = ["model_card"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from control_plane._view import Data, bytes_text, job_view, seconds_text, usd_te
 from control_plane.cli._completion import complete_job
 from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, Output
-from control_plane.cli._output import columns, emit
+from control_plane.cli._output import beside, emit
 from control_plane.cli._settings import Format
 from geofed_pb.errors import GeofedError
 
@@ -30,16 +31,29 @@ def compare(
     output: Output = Format.TABLE,
 ) -> None:
     """Compare jobs: metrics, rounds, time, WAN bytes, cost, and what differs between their job files."""
-    if len(jobs) < 2:
-        raise GeofedError("USAGE", "give at least two jobs", hint="`geofed list --all` shows the jobs")
+
+    _require_several(jobs)
 
     async def ask(client: ControlClient) -> Data:
-        from control_plane.cli._plan import differing
-
-        views = [job_view(await client.job(job)) for job in jobs]
-        return {"jobs": [_figures(view) for view in views], "differing": differing([view["spec"] for view in views])}
+        return compared([job_view(await client.job(job)) for job in jobs])
 
     emit(ask_control_plane(context, ask), table=_compared_text, name=_names)
+
+
+def compared(views: list[Data]) -> Data:
+    """Return the figures of jobs beside each other, and what differs between their job files.
+
+    Raises ``GeofedError("USAGE")`` for fewer than two jobs.
+    """
+    from control_plane.cli._plan import differing
+
+    _require_several(views)
+    return {"jobs": [_figures(view) for view in views], "differing": differing([view["spec"] for view in views])}
+
+
+def _require_several(jobs: Sequence[object]) -> None:
+    if len(jobs) < 2:
+        raise GeofedError("USAGE", "give at least two jobs", hint="`geofed list --all` shows the jobs")
 
 
 def _figures(view: Data) -> Data:
@@ -79,7 +93,7 @@ def _compared_text(data: Data) -> str:
     rows += [
         [row["key"], *("-" if value is None else str(value) for value in row["values"])] for row in data["differing"]
     ]
-    return columns(["", *(job["job"] for job in jobs)], rows)
+    return beside(["", *(job["job"] for job in jobs)], rows)
 
 
 def _names(data: Data) -> str:

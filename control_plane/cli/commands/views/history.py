@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +13,8 @@ from control_plane._view import SO_FAR, USAGE, Data, clock, event_view, log_view
 from control_plane.cli._completion import complete_region
 from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, Output
-from control_plane.cli._output import columns, emit, emit_line, say
-from control_plane.cli._settings import Format, settings
+from control_plane.cli._output import columns, emit, emit_line, fitted, say
+from control_plane.cli._settings import Format, settings, stdout_is_terminal
 from control_plane.cli.commands.jobs import JobArgument
 from geofed_pb.errors import GeofedError
 
@@ -92,33 +92,33 @@ def history(job: JobArgument, context: ContextFile = None, output: Output = Form
 def _rounds_table(rows: list[Data]) -> str:
     known = ("round", "region", "at", "step", "samples", "loss", "test_loss", *USAGE, *SO_FAR)
     metrics = sorted({name for row in rows for name in row} - set(known))
-    heads = ["ROUND", "REGION", "TIME", "STEP", "SAMPLES", "LOSS", "TEST LOSS", *(name.upper() for name in metrics)]
+    named = [name.upper() for name in metrics]
+    heads = ["ROUND", "REGION", "TIME", "STEP", "SAMPLES", "LOSS", "TEST LOSS", *named]
 
     def cells(row: Data) -> list[str]:
         figures = [f"{row[name]:.4f}" if row.get(name) is not None else "" for name in ("loss", "test_loss", *metrics)]
         step, samples = (f"{row[name]:,}" if name in row else "" for name in ("step", "samples"))
         return [str(row["round"]), row["region"], clock(row.get("at")), step, samples, *figures]
 
-    return columns(heads, [cells(row) for row in rows], leave_out=("SAMPLES", "TIME", "STEP"))
+    table = [cells(row) for row in rows]
+    if stdout_is_terminal():
+        shown = shutil.get_terminal_size().columns
+        heads, table = fitted(heads, table, ("SAMPLES", "TIME", "STEP", *reversed(named)), shown)
+        if hidden := [head for head in named if head not in heads]:
+            say(f"no room for {', '.join(hidden)}: a wider terminal shows them, and -o json")
+    return columns(heads, table)
 
 
 def _begin(since: str) -> float:
     """Return the time, in Unix seconds, that `--since` means. Raises ``GeofedError("USAGE")``."""
     import time
-    from datetime import datetime
 
-    from control_plane._durations import parse_duration
+    from control_plane._durations import parse_since
 
-    with suppress(ValueError):
-        return time.time() - parse_duration(since).total_seconds()
     try:
-        moment = datetime.fromisoformat(since)
-    except ValueError:
-        text = f"--since: {since!r} is neither a duration like 10m nor a time like 2026-11-27T18:00:00Z"
-        raise GeofedError("USAGE", text) from None
-    if moment.tzinfo is None:
-        raise GeofedError("USAGE", f"--since: {since!r} has no time zone; append Z or an offset")
-    return moment.timestamp()
+        return parse_since(since, time.time())
+    except ValueError as error:
+        raise GeofedError("USAGE", f"--since: {error}") from None
 
 
 def _show(context: Path | None, stream: Stream, line_of: Callable[[Data], str], *, follow: bool, again: str) -> int:

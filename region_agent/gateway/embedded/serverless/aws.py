@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 from region_agent.config import LambdaGateway
 from region_agent.gateway.embedded.serverless.api import EVENT_SECONDS, GATEWAY_TAG, Hosted, NoFunction
 
@@ -44,8 +44,9 @@ class LambdaFunctions:
             from botocore.config import Config
             from botocore.exceptions import BotoCoreError
         except ImportError:
-            hint = "pip install 'geofed[aws]'"
-            raise GeofedError("CONFIG_INVALID", "the package boto3 is not installed", hint=hint) from None
+            raise GeofedError(
+                "CONFIG_INVALID", "the package boto3 is not installed", hint=install_hint("aws")
+            ) from None
         self._settings = settings
         config = Config(
             retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 from region_agent.config import ScfGateway
 from region_agent.gateway.client import is_loopback
 from region_agent.gateway.embedded.serverless.api import EVENT_SECONDS, GATEWAY_TAG, Hosted, NoFunction
@@ -60,9 +60,8 @@ class ScfFunctions:
             from tencentcloud.common.profile.http_profile import HttpProfile
             from tencentcloud.scf.v20180416 import models, scf_client
         except ImportError:
-            hint = "pip install 'geofed[tencent]'"
             raise GeofedError(
-                "CONFIG_INVALID", "the package tencentcloud-sdk-python-scf is missing", hint=hint
+                "CONFIG_INVALID", "the package tencentcloud-sdk-python-scf is missing", hint=install_hint("tencent")
             ) from None
         address = urlsplit(settings.endpoint)
         if address.scheme != "https" and not is_loopback(address.hostname or ""):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 from region_agent.worker.data.index import BlockIndex
 from region_agent.worker.data.sources import Sources
 from region_agent.worker.data.spec import FormatSpec
@@ -49,5 +49,5 @@ class FileFormat(Protocol):
 
 def missing_package(name: str, kind: str) -> GeofedError:
     """Return the error for a format whose package is not installed."""
-    hint = "in a clone of geofed: pip install '.[data]', for the agent and in the image of the functions"
+    hint = f"{install_hint('data')}, for the agent and in the image of the functions"
     return GeofedError("CONFIG_INVALID", f"format {kind} needs the package {name}", hint=hint)

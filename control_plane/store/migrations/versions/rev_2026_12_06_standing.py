@@ -3,8 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision = "2026_12_05_standing"
-down_revision = "2026_12_04_lists"
+revision = "2026_12_06_standing"
+down_revision = "2026_12_05_labels"
 branch_labels = None
 depends_on = None
 
