@@ -81,6 +81,13 @@ class Split:
     """One part of a dataset in one region."""
 
     samples: int
+    @property
+    def shared_devices(self) -> int | None:
+        """Devices that regular workers share, one or several each; one is kept for each preemptible worker. None: a
+        worker is sure to find its devices."""
+        devices = self.devices
+        return None if devices is None or devices.of_function else max(0, devices.count - self.preemptible)
+
     bytes: int | None = None
     """Size in bytes; None: not stated, so that the split cannot be processed elsewhere."""
     clients: int | None = None
@@ -177,6 +184,8 @@ class Snapshot:
     """Regions whose speed was measured with another batch, from which it can be derived only roughly."""
     profiled: frozenset[str] = frozenset()
     """Regions whose speed was measured by a profile only."""
+    busy_devices: dict[str, int] = field(default_factory=dict)
+    """Devices of these workers, by region."""
     model_bytes: int | None = None
     """Size of the task's flat model, as measured by an earlier run or counted by an agent."""
     held_bytes: int | None = None
@@ -214,12 +223,12 @@ class Snapshot:
 
     def free_workers(self, region: Region, gpus: int | None) -> int:
         """Return how many workers with so many devices (`Demand.gpus`) a region has free."""
-        busy, devices = self.busy_workers.get(region.name, 0), region.capacity.devices
-        free = region.capacity.workers - busy
-        if devices is None:
+        free = region.capacity.workers - self.busy_workers.get(region.name, 0)
+        there = region.capacity.shared_devices
+        if there is None:
             return free
-        # Of busy workers it is not known whether they have several.
-        return min(free, max(0, devices.count - busy) // region.worker_devices(gpus))
+        left = max(0, there - self.busy_devices.get(region.name, 0))
+        return min(free, left // region.worker_devices(gpus))
 
     @cached_property
     def by_name(self) -> Mapping[str, Region]:

@@ -57,7 +57,8 @@ def test_workers_with_several_devices_are_as_many_as_there_are_devices_for() -> 
         assert region.prices is not None
         capacity = replace(region.capacity, workers=8, devices=Devices("a GPU", 8))
         regions.append(replace(region, capacity=capacity, prices=replace(region.prices, device_usd_per_second=1e-4)))
-    snapshot = replace(drawn, regions=tuple(regions), busy_workers={regions[0].name: 3})
+    busy = {regions[0].name: 3}
+    snapshot = replace(drawn, regions=tuple(regions), busy_workers=busy, busy_devices=busy)
     demand = Demand("job", "data", batch=32, epochs=4.0, steps=None, seed=1, memory_mb=MEMORY_MB, minimise="time")
     for gpus, devices, most in ((1, 1, (5, 8)), (2, 2, (2, 4)), (3, 3, (1, 2)), (None, 8, (0, 1))):
         assert tuple(snapshot.free_workers(region, gpus) for region in regions) == most
@@ -71,3 +72,19 @@ def test_workers_with_several_devices_are_as_many_as_there_are_devices_for() -> 
     found = plan(snapshot, replace(demand, gpus=9))
     assert isinstance(found, Declined)
     assert "have 8 devices, 9 are asked for" in found.reasons[0].text
+
+
+@pytest.mark.parametrize(
+    ("busy_workers", "busy_devices", "preemptible", "free"),
+    [(0, 0, 0, 2), (1, 4, 0, 1), (1, 5, 0, 0), (2, 8, 0, 0), (0, 0, 1, 1), (4, 4, 0, 1), (8, 0, 0, 0)],
+)
+def test_devices_of_busy_workers_are_not_given_twice(
+    busy_workers: int, busy_devices: int, preemptible: int, free: int
+) -> None:
+    """Each of eight devices has one holder: workers with four, or what is kept for preemptible workers."""
+    (drawn,) = drawn_federation(random.Random(1), 1, most=8).regions
+    capacity = replace(drawn.capacity, workers=8, preemptible=preemptible, devices=Devices("a GPU", 8))
+    region = replace(drawn, capacity=capacity)
+    name = region.name
+    snapshot = Snapshot((region,), busy_workers={name: busy_workers}, busy_devices={name: busy_devices})
+    assert snapshot.free_workers(region, 4) == free
