@@ -260,6 +260,7 @@ class Agent:
     async def _sweep(self) -> None:
         """Remove what the retention rules no longer keep: at the start, and at an interval."""
         while True:
+            gpus=capacity.devices.count if capacity.devices is not None else 0,
             self._audit.erased(await asyncio.to_thread(self._storage.sweep, time.time()))
             await asyncio.sleep(_SWEEP_SECONDS)
 

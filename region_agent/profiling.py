@@ -254,6 +254,7 @@ class Profiler:
                 packages=str(self._packages or ""),
                 batch=command.batch, at_once=at_once(command.batch, command.task),
                 precision=precision_of(command.task), compile=command.task.compile, gpus=gpus_of(command.task),
+                billed_gpus=context.config.worker_devices(gpus_of(command.task)),
                 local=tuple(command.task.local),
                 evaluates_only=command.task.evaluates_only,
                 evaluation_batch=command.evaluation_batch,

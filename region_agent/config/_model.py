@@ -174,6 +174,8 @@ class RegionConfig(Section):
         devices = self.capacity.devices
         if devices is None:
             return self
+        if not self.platform.gpus:
+            raise ValueError(f"`capacity.devices` must be left out: functions of {self.platform.title} have no GPU")
         workers, each = self.capacity.workers + self.capacity.preemptible, self._devices_of_function
         if isinstance(self.gateway, KubernetesGateway) and not each:
             raise ValueError("`gateway.gpus` is 0: functions have none of `capacity.devices`")

@@ -102,7 +102,7 @@ def fault_of(error: Exception, bundles: Path | None = None) -> GeofedError:
 
 
 def _profile(call: ProfileCall, begun: float) -> Profiled:
-    devices, batch = devices_seen(call.gpus), call.batch
+    devices, batch = devices_seen(call.gpus, billed=call.billed_gpus), call.batch
     prepare_process()
     if len(devices) > 1:
         each = {"batch": per_device(call.batch, devices), "at_once": per_device(call.at_once, devices)}

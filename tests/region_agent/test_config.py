@@ -115,6 +115,11 @@ def test_other_regions_shards_are_taken_in_order(tmp_path: Path, shards: list[st
     assert raised.value.code == code
 
 
+LAMBDA = """\
+gateway: {kind: lambda, image: 123456789012.dkr.ecr.eu-west-1.amazonaws.com/w:1,
+          role: "arn:aws:iam::123456789012:role/w"}
+"""
+SCF = "gateway: {kind: scf, image: ccr.ccs.tencentyun.com/n/w:1, tencentRegion: ap-guangzhou}\n"
 PRICES = """\
 prices: {source: t, asOf: 2026-11, functionUsdPerGbSecond: 0.1, functionUsdPerRequest: 0, serverUsdPerHour: 1,
          egressUsdPerGb: 1%s}
@@ -164,6 +169,8 @@ def test_devices_have_a_price_and_are_enough_for_the_workers(tmp_path: Path) -> 
     assert config.catalogue()["prices"]["device_usd_per_second"] == 0.001
     plain = _load(tmp_path, WHOLE + PRICES % "")
     assert plain.worker_devices("auto") == 0
+    with pytest.raises(GeofedError, match=r"`capacity.devices` must be left out: functions of AWS Lambda have no GPU"):
+        _load(tmp_path, there % 8 + told + LAMBDA)
     assert "device_usd_per_second" not in plain.catalogue()["prices"]
 
 

@@ -73,6 +73,12 @@ LABELLED_TASK = LINEAR_TASK.replace(
 """12 of its labels are 1, and 28 are 0."""
 
 
+PRICES = {
+    "source": "test", "asOf": "2026-01", "functionUsdPerGbSecond": 1e-5, "functionUsdPerRequest": 1e-7,
+    "serverUsdPerHour": 0.0, "egressUsdPerGb": 0.0,
+}  # fmt: skip
+
+
 class Scene:
     """A region that may be asked for profiles."""
 
@@ -84,10 +90,7 @@ class Scene:
                 "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
                 "capacity": {"workers": 2, "memoryMb": 1024},
                 "datasets": {"d": {"splits": {"train": {"uri": str(data), "samples": 40}}}},
-                "prices": {
-                    "source": "test", "asOf": "2026-01", "functionUsdPerGbSecond": 1e-5,
-                    "functionUsdPerRequest": 1e-7, "serverUsdPerHour": 0.0, "egressUsdPerGb": 0.0,
-                },
+                "prices": PRICES,
                 **more,
             }
         )  # fmt: skip
@@ -198,6 +201,21 @@ async def test_a_task_is_probed_before_its_steps_are_timed_and_nothing_is_left_b
     assert not scene.gateway.there
     assert not (scene.folder / "profiling").exists()
     assert not list((scene.folder / "channel").glob("probe-*"))
+
+
+def test_a_probe_ends_where_a_function_sees_no_gpu_that_would_be_billed(tmp_path: Path) -> None:
+    async def scenario() -> agent_pb2.ProfileReport:
+        devices = {"kind": "a GPU", "count": 2}
+        priced = {**PRICES, "deviceUsdPerSecond": 0.001}
+        scene = Scene(tmp_path, capacity={"workers": 2, "memoryMb": 1024, "devices": devices}, prices=priced)
+        scene.probe()
+        told = await scene.answer()
+        await scene.profiler.close()
+        return told
+
+    told = asyncio.run(scenario())
+    assert told.error.code == "GPUS_TOO_FEW"
+    assert "the region bills 1 GPU for a worker, and a function sees none" in told.error.message
 
 
 @pytest.mark.slow

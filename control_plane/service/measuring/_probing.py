@@ -344,7 +344,7 @@ def _certain_fault(failed: Mapping[str, GeofedError], alone: bool, several_gpus:
     later.
     """
     for error in failed.values():
-        if error.code == "GPUS_TOO_FEW" and several_gpus:
+        if error.code == "GPUS_TOO_FEW" and (alone or several_gpus):
             # A job's workers are alike in all regions.
             return error
     reports = {region: error for region, error in failed.items() if error.code in _TASK_CODES}

@@ -166,9 +166,10 @@ class ContainerProvider(Provider):
     def _run(self, running: Running) -> Container:
         """Create and start a replica's container. Blocks."""
         from docker.errors import ImageNotFound
+        from docker.types import DeviceRequest
 
         assert self._engine is not None
-        spec, limits = running.spec, running.limits
+        spec, limits, gpus = running.spec, running.limits, self.config.docker_gpus
         grants = Grants.of(spec)
         volumes = {path: {"bind": path, "mode": "ro"} for path in grants.read}
         volumes |= {path: {"bind": path, "mode": "rw"} for path in grants.write}
@@ -200,6 +201,7 @@ class ContainerProvider(Provider):
             log_config=_ENGINE_LOG,
         )  # fmt: skip
         try:
+            device_requests=[DeviceRequest(count=gpus, capabilities=[["gpu"]])] if gpus else None,
             container = create()
         except ImageNotFound:
             self._engine.images.pull(spec.image)
