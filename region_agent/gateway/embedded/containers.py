@@ -191,6 +191,8 @@ class ContainerProvider(Provider):
             volumes=volumes,
             mem_limit=limits.memory_bytes,
             memswap_limit=limits.memory_bytes,
+            # Of the same memory. The engine's 64 MB are too few for processes that pass each other tensors.
+            shm_size=limits.memory_bytes,
             nano_cpus=int(parse_cpu(cpu) * 1e9) if cpu else None,
             pids_limit=_MOST_PROCESSES,
             read_only=True,
@@ -199,9 +201,9 @@ class ContainerProvider(Provider):
             security_opt=["no-new-privileges"],
             restart_policy={"Name": "no"},
             log_config=_ENGINE_LOG,
+            device_requests=[DeviceRequest(count=gpus, capabilities=[["gpu"]])] if gpus else None,
         )  # fmt: skip
         try:
-            device_requests=[DeviceRequest(count=gpus, capabilities=[["gpu"]])] if gpus else None,
             container = create()
         except ImageNotFound:
             self._engine.images.pull(spec.image)
