@@ -40,7 +40,14 @@ from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.partition.events import ActionFailed, PublishAsked, RecordEvent, Scaled, Stopped
 from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.partition.shards import SHARDS
-from region_agent.policy import check_isolation, check_partition, check_sending, most_workers, over_quota
+from region_agent.policy import (
+    check_isolation,
+    check_partition,
+    check_sending,
+    longest_slice,
+    most_workers,
+    over_quota,
+)
 from region_agent.privacy import PrivacyGuard
 from region_agent.profiling import Profiler
 from region_agent.shards.indexing import INDEXES, Indexes
@@ -134,8 +141,9 @@ class Agent:
         """Return what the region offers, for the control plane."""
         datasets = self._offered_datasets
         catalogue = self._config.catalogue(
-            self._preemptible, datasets.sizes, datasets.withheld, self._isolation.kind, datasets.schemas
-        )
+            self._preemptible, datasets.sizes, datasets.withheld, self._isolation.kind, datasets.schemas,
+            longest_slice(self._config),
+        )  # fmt: skip
         return json.dumps(catalogue)
 
     async def run(self) -> None:
@@ -252,6 +260,7 @@ class Agent:
             warm=capacity.workers + capacity.preemptible > 0,
             owner=self._owner().mark,
             worker_host=self._config.server.worker_host,
+            gpus=capacity.devices.count if capacity.devices is not None else 0,
             log_format=self._log_format,
             starter=self._starter,
         )
@@ -260,7 +269,6 @@ class Agent:
     async def _sweep(self) -> None:
         """Remove what the retention rules no longer keep: at the start, and at an interval."""
         while True:
-            gpus=capacity.devices.count if capacity.devices is not None else 0,
             self._audit.erased(await asyncio.to_thread(self._storage.sweep, time.time()))
             await asyncio.sleep(_SWEEP_SECONDS)
 

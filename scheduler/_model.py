@@ -72,15 +72,19 @@ class Capacity:
     """Number of additional workers that may be taken away at any time, as available now."""
     cores: float = 0.0
     """Cores that all workers share; 0: each has its own."""
+    slice_seconds: float | None = None
+    """Longest slice of an invocation, since the platform ends its function; None: any."""
+    least_memory_mb: int = 1
+    """Smallest memory of one function."""
+    memory_step_mb: int = 1
+    """The memory of a function, and the largest one, is a multiple of this."""
     devices: Devices | None = None
     """Accelerators, of which each worker has its own; None: workers have none that are billed."""
 
+    def function_mb(self, memory_mb: int) -> int:
+        """Return the memory of a function that needs so much, as the platform gives and bills it."""
+        return -(-max(memory_mb, self.least_memory_mb) // self.memory_step_mb) * self.memory_step_mb
 
-@dataclass(frozen=True)
-class Split:
-    """One part of a dataset in one region."""
-
-    samples: int
     @property
     def shared_devices(self) -> int | None:
         """Devices that regular workers share, one or several each; one is kept for each preemptible worker. None: a
@@ -88,6 +92,12 @@ class Split:
         devices = self.devices
         return None if devices is None or devices.of_function else max(0, devices.count - self.preemptible)
 
+
+@dataclass(frozen=True)
+class Split:
+    """One part of a dataset in one region."""
+
+    samples: int
     bytes: int | None = None
     """Size in bytes; None: not stated, so that the split cannot be processed elsewhere."""
     clients: int | None = None
@@ -178,14 +188,14 @@ class Snapshot:
     """Known regions that cannot be used now."""
     busy_workers: dict[str, int] = field(default_factory=dict)
     """Workers that other jobs hold, by region."""
+    busy_devices: dict[str, int] = field(default_factory=dict)
+    """Devices of these workers, by region."""
     speeds: dict[str, float] = field(default_factory=dict)
     """Samples/s of one worker measured in earlier runs of the same task, by region."""
     other_batch: frozenset[str] = frozenset()
     """Regions whose speed was measured with another batch, from which it can be derived only roughly."""
     profiled: frozenset[str] = frozenset()
     """Regions whose speed was measured by a profile only."""
-    busy_devices: dict[str, int] = field(default_factory=dict)
-    """Devices of these workers, by region."""
     model_bytes: int | None = None
     """Size of the task's flat model, as measured by an earlier run or counted by an agent."""
     held_bytes: int | None = None

@@ -580,6 +580,15 @@ def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: D
                 "lower function.memoryMb",
             )
         )
+    if capacity.slice_seconds is not None and demand.slice_seconds > capacity.slice_seconds:
+        text = f"the platform of region {name} ends functions, so that a slice has at most {capacity.slice_seconds:g} s"
+        reasons.append(
+            Reason(
+                "LIMIT_EXCEEDED",
+                f"{text}, {demand.slice_seconds:g} s are asked for",
+                f"lower function.slice to {capacity.slice_seconds:g}s, or keep the region out with regions.avoid",
+            )
+        )
     if demand.channel not in (None, region.channel):
         text = f"region {name} has the channel {region.channel}, {demand.channel} is asked for"
         reasons.append(

@@ -110,10 +110,14 @@ def test_a_job_whose_workers_may_change_grows_no_further_than_the_devices(job_fi
 def test_a_promise_counts_the_devices_that_others_hold(job_file: Path) -> None:
     stand = _Stand(job_file)
     stand.add("long", 8, 1, "objective.deadline=2h")
-    alone = _Stand(job_file).answer("job", "function={gpus: 4, memoryMb: 1024}", "train.workers=1", "objective.deadline=10m")
+    alone = _Stand(job_file).answer(
+        "job", "function={gpus: 4, memoryMb: 1024}", "train.workers=1", "objective.deadline=10m"
+    )
     assert isinstance(alone, AdmittedJob)
     soon = alone.plan.estimate.seconds.high
-    late = stand.answer("job", "function={gpus: 4, memoryMb: 1024}", "train.workers=1", f"objective.deadline={int(1.5 * soon)}s")
+    late = stand.answer(
+        "job", "function={gpus: 4, memoryMb: 1024}", "train.workers=1", f"objective.deadline={int(1.5 * soon)}s"
+    )
     assert isinstance(late, Declined)
     assert late.reasons[0].earliest_seconds is not None
     assert late.reasons[0].earliest_seconds >= 2 * soon
