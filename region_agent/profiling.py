@@ -201,7 +201,10 @@ class Profiler:
             try:
                 body = await self._with_data(command, body.model_copy(update={"measure": "pace"}))
                 pace, _ = await self._call(name, body, memory, limit, meters)
-                weight.steps.extend(agent_pb2.TimedStep(batch=one.batch, seconds=one.seconds) for one in pace.steps)
+                weight.steps.extend(
+                    agent_pb2.TimedStep(batch=one.batch, seconds=one.seconds, device_bytes=one.device_bytes)
+                    for one in pace.steps
+                )
                 # Both calls create the model, but a worker creates it only once.
                 weight.start_seconds = counted - size.loaded_seconds + pace.loaded_seconds
             except GeofedError as error:
@@ -398,7 +401,9 @@ class Profiler:
             "parameters": first.parameters,
             "model_bytes": first.model_bytes,
             "steps": [
-                {**step.model_dump(), "memory_mb": one.memory_mb} for one in profiles for step in one.numbers.steps
+                {**step.model_dump(exclude={"device_bytes"}), "memory_mb": one.memory_mb}
+                for one in profiles
+                for step in one.numbers.steps
             ],
             "update_seconds": first.update_seconds,
             "stored_bytes_per_second": rates[0],

@@ -208,6 +208,10 @@ class Snapshot:
     start_probed: bool = False
     probed: Mapping[str, float] = field(default_factory=dict)
     """Samples/s of one worker in a probe, a few steps of the task without any run, by region."""
+    gpu_bytes: Mapping[int, int] = field(default_factory=dict)
+    """Memory of a GPU that tensors took at most in the steps of a probe, by batch; empty: not known."""
+    gpu_lacks: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """Regions in which a probe did not fit into the GPU's memory: its batch, and a text on it."""
     start_of_run: bool = True
     """Whether `start_seconds` was measured in a run, so that it includes contact and the transfer of the first model; a
     profile's does not."""
@@ -239,6 +243,17 @@ class Snapshot:
             return free
         left = max(0, there - self.busy_devices.get(region.name, 0))
         return min(free, left // region.worker_devices(gpus))
+
+    def gpu_mb(self, batch: int) -> float:
+        """Return the memory of a GPU in MB that a step of a batch takes at least: on a line through the batches of a
+        probe, or what its only one took, if that is no larger; 0: not known."""
+        if not self.gpu_bytes:
+            return 0.0
+        (small, least), (large, most) = min(self.gpu_bytes.items()), max(self.gpu_bytes.items())
+        if small == large:
+            return most / 2**20 if batch >= large else 0.0
+        each = max(0.0, (most - least) / (large - small))
+        return max(0.0, most + each * (batch - large)) / 2**20
 
     @cached_property
     def by_name(self) -> Mapping[str, Region]:

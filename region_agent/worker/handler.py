@@ -79,6 +79,8 @@ def handle(event: Event, context: object) -> dict[str, object]:
     except GeofedError as error:
         print(f"{error.code}: {error.message}", file=sys.stderr, flush=True)
         outcome = answer(status="failed", code=error.code, message=error.message, hint=error.hint)
+    except torch.OutOfMemoryError:
+        outcome = answer(status="failed", code="GPU_MEMORY", message="the GPU ran out of memory")
     except MemoryError:
         text = "the worker ran out of memory"
         outcome = answer(status="failed", code="FUNCTION_OUT_OF_MEMORY", message=text)

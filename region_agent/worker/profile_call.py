@@ -96,6 +96,8 @@ class StepNumbers(_Body):
     seconds: float
     peak_mb: float
     """Largest memory of the process; 0: unknown. Estimated for a model that is too large to be created whole."""
+    device_bytes: int = 0
+    """Most memory of the GPU that tensors took during steps of measure "pace"; 0: there is no GPU."""
 
 
 class NormNumbers(_Body):

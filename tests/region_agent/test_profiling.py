@@ -26,7 +26,7 @@ from region_agent.partition.runner import PartitionContext
 from region_agent.privacy import labels_that_leave
 from region_agent.profiling import Profiler
 from region_agent.tasks.folder import TaskFolder
-from region_agent.worker import handler
+from region_agent.worker import handler, profiling
 from region_agent.worker.handler import handle
 from scheduler.tuning import TaskProfile
 from sync.framing import digest_of
@@ -233,6 +233,31 @@ async def test_the_model_is_known_where_its_data_cannot_be_read_or_its_loss_fail
     told = await scene.answer(2)
     assert told.weight.model_bytes == 64
     assert told.weight.note.startswith("TASK_FAILED: loss raised")
+
+
+@pytest.mark.slow
+@on_a_loop
+async def test_a_step_that_does_not_fit_into_the_gpu_is_told_as_such(scene: Scene) -> None:
+    """By the error that torch raises then; a GPU is not needed for it."""
+    raises = "    raise torch.OutOfMemoryError('CUDA out of memory')\n"
+    scene.bundle = pack({"task.py": LINEAR_TASK.replace("    x, y = batch\n", raises, 1)})
+    scene.probe()
+    told = (await scene.answer()).weight
+    assert (told.model_bytes, len(told.steps)) == (40, 0)
+    assert told.note.startswith("GPU_MEMORY: the GPU ran out of memory in loss at task.py:")
+
+
+def test_a_probe_tells_what_a_step_takes_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter((5 << 30, 2 << 30))
+    monkeypatch.setattr(profiling, "device_peak_bytes", lambda where: next(taken))
+
+    @on_a_loop
+    async def probes(scene: Scene) -> None:
+        scene.probe()
+        told = (await scene.answer()).weight
+        assert [(step.batch, step.device_bytes) for step in told.steps] == [(8, 5 << 30), (2, 2 << 30)]
+
+    probes(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ from typing import Any
 from control_plane.core import Copy, Goal, InitialModel, JobState, Keep, Partition
 from control_plane.service.measuring._known import (
     Learnt,
+    gpu_bytes_of,
+    gpu_lacks_of,
     merges_of,
     probed_speeds,
     speeds_of,
@@ -68,6 +70,8 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
         start_probed=started is None,
         start_of_run=started is not None and not started.profile_json,
         probed=probed_speeds(weight, batch),
+        gpu_bytes=gpu_bytes_of(weight),
+        gpu_lacks=gpu_lacks_of(weight),
         profiles=profiles,
         started=starts_of(runs),
         round_end_seconds=next((run.round_end_seconds for run in runs if run.round_end_seconds is not None), None),
