@@ -59,6 +59,7 @@ def test_device_seconds_are_planned_and_billed(running: Running) -> None:
     shown = running.federation.control_plane("region", "describe", "oslo").stdout
     assert "1 x test device, 2048 MB each" in shown
     assert "device-seconds" not in shown
+    assert "1 x test device" in running.federation.control_plane("region", "list").stdout
     ended = running.wait_end(running.submit("train.end.epochs=4", "train.evaluateEvery=0", "wan.interval=10"))
     check_succeeded(ended, accuracy=0.0)
     billed = [item for item in ended["result"]["money"] if item["item"] == "device-seconds"]
