@@ -19,6 +19,7 @@ import structlog
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.fork_server import ExecStarter, Starter
+from geofed_pb.logs import describe_process
 from geofed_pb.rpc import to_proto
 from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2
@@ -675,6 +676,7 @@ class Agent:
 
 async def run(config: RegionConfig, state_dir: Path, log_format: str, config_file: Path, starter: Starter) -> None:
     """Run the agent until SIGTERM or SIGINT."""
+    describe_process(region=config.name)
     agent = Agent(config, state_dir, log_format, config_file, starter)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
