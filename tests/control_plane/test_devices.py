@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from control_plane.service.jobs._submission import _most_workers
 from control_plane.service.measuring._known import Learnt
+from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._allocation import Allocation, begin
-from control_plane.service.planning._planning import first_state, plan_json
+from control_plane.service.planning._planning import first_state, plan_json, snapshot_of
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import load
 from control_plane.store import JobRow
+from geofed_pb.errors import GeofedError
 from geofed_pb.features import FEATURES
 from scheduler import Declined
 from scheduler._model import Devices
@@ -128,3 +135,28 @@ def test_devices_of_preemptible_workers_are_kept_for_them(job_file: Path) -> Non
     assert isinstance(stand.answer("nine", "function={gpus: 9, memoryMb: 1024}", "train.workers=1"), Declined)
     assert stand.add("eight", 8).workers
     assert stand.add("one", 1).waits_for
+
+
+@pytest.mark.parametrize(("workers", "devices", "free"), [(3, 8, ""), (4, 4, "worker"), (2, 8, "device"), (0, 0, "")])
+def test_a_task_is_measured_only_where_a_worker_and_a_device_are_free(workers: int, devices: int, free: str) -> None:
+    capacity = SimpleNamespace(workers=4, shared_devices=8 if workers < 3 else 9)
+    region = SimpleNamespace(catalogue=SimpleNamespace(capacity=capacity))
+    held = {"east": workers, "east/devices": devices}
+    index = SimpleNamespace(lasting=held.__getitem__)
+    federation: Any = SimpleNamespace(regions={"east": region}, changes=SimpleNamespace(index=index))
+    measurements = Measurements(federation)
+    if not free:
+        measurements.require_free("east")
+        return
+    with pytest.raises(GeofedError, match=f"region east has no free {free}"):
+        measurements.require_free("east")
+
+
+def test_by_hand_a_job_gets_no_more_workers_than_there_are_devices_for(job_file: Path) -> None:
+    stand = _Stand(job_file)
+    stand.add("two", 2, 1)
+    stand.add("three", 3, 1)
+    snapshot = snapshot_of(stand.regions.values(), stand.jobs.values(), Learnt())
+    assert (snapshot.busy_workers, snapshot.busy_devices) == ({"east": 2}, {"east": 5})
+    (part,) = stand.jobs["two"].plan.partitions
+    assert _most_workers(snapshot, part, 1) == 2, "three devices are free, and it has one worker"
