@@ -19,6 +19,7 @@ import structlog
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.fork_server import ExecStarter, Starter
+from geofed_pb.logs import describe_process
 from geofed_pb.rpc import to_proto
 from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2
@@ -40,7 +41,14 @@ from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.partition.events import ActionFailed, PublishAsked, RecordEvent, Scaled, Stopped
 from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.partition.shards import SHARDS
-from region_agent.policy import check_isolation, check_partition, check_sending, most_workers, over_quota
+from region_agent.policy import (
+    check_isolation,
+    check_partition,
+    check_sending,
+    longest_slice,
+    most_workers,
+    over_quota,
+)
 from region_agent.privacy import PrivacyGuard
 from region_agent.profiling import Profiler
 from region_agent.shards.indexing import INDEXES, Indexes
@@ -134,8 +142,9 @@ class Agent:
         """Return what the region offers, for the control plane."""
         datasets = self._offered_datasets
         catalogue = self._config.catalogue(
-            self._preemptible, datasets.sizes, datasets.withheld, self._isolation.kind, datasets.schemas
-        )
+            self._preemptible, datasets.sizes, datasets.withheld, self._isolation.kind, datasets.schemas,
+            longest_slice(self._config),
+        )  # fmt: skip
         return json.dumps(catalogue)
 
     async def run(self) -> None:
@@ -252,6 +261,7 @@ class Agent:
             warm=capacity.workers + capacity.preemptible > 0,
             owner=self._owner().mark,
             worker_host=self._config.server.worker_host,
+            gpus=capacity.devices.count if capacity.devices is not None else 0,
             log_format=self._log_format,
             starter=self._starter,
         )
@@ -666,6 +676,7 @@ class Agent:
 
 async def run(config: RegionConfig, state_dir: Path, log_format: str, config_file: Path, starter: Starter) -> None:
     """Run the agent until SIGTERM or SIGINT."""
+    describe_process(region=config.name)
     agent = Agent(config, state_dir, log_format, config_file, starter)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):

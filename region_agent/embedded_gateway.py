@@ -66,13 +66,14 @@ class EmbeddedGatewayProcess:
         warm: bool = True,
         owner: str = "",
         worker_host: str = _LOOPBACK,
+        gpus: int = 0,
         log_format: str = "text",
         starter: Starter | None = None,
     ) -> None:
         """``isolation``: "require", "prefer" or "none". ``warm``: start workers from a process that has imported what
         they need. ``owner``: mark of the region on a platform that others use, too. ``worker_host``: address to which
-        functions connect that the gateway cannot reach."""
-        self._platform, self._owner, self._worker_host = platform, owner, worker_host
+        functions connect that the gateway cannot reach. ``gpus``: those that a container is to see."""
+        self._platform, self._owner, self._worker_host, self._gpus = platform, owner, worker_host, gpus
         self._state_dir, self._folder = state_dir, state_dir / "gateway"
         self._isolation = isolation
         self._warm, self._log_format = warm, log_format
@@ -108,7 +109,7 @@ class EmbeddedGatewayProcess:
             case EmbeddedGateway(profile=profile):
                 config["profile"] = profile
             case DockerGateway(engine=engine, network=network):
-                config |= {"docker": engine, "docker_network": network}
+                config |= {"docker": engine, "docker_network": network, "docker_gpus": self._gpus}
             case KubernetesGateway() as cluster:
                 settings = cluster.model_dump(mode="json", exclude_none=True)
                 config |= {"kubernetes": settings, "owner": self._owner, "dial_host": self._worker_host}

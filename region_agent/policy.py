@@ -22,7 +22,7 @@ from sync.ps.tokens import MAX_TOKEN_LIFETIME
 from sync.secure import hiding_regions
 from sync.wan import ExchangeSettings
 
-__all__ = ["check_isolation", "check_partition", "check_sending", "most_workers", "over_quota"]
+__all__ = ["check_isolation", "check_partition", "check_sending", "longest_slice", "most_workers", "over_quota"]
 
 _JOB = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -38,6 +38,18 @@ def most_workers(config: RegionConfig, *, preemptible: bool = False) -> int:
     """Return the largest number of workers, preemptible or not, that one job may have in this region."""
     capacity = config.capacity.preemptible if preemptible else config.capacity.workers
     return min(capacity, config.policy.max_workers_per_job or capacity)
+
+
+def longest_slice(config: RegionConfig) -> float | None:
+    """Return the longest slice, in seconds, whose call ends before the platform ends its function; None: any."""
+    if config.life_seconds is None:
+        return None
+    return max(0.0, config.life_seconds - CALL_GRACE.total_seconds() - _start_seconds(config) - _ENDING_SECONDS)
+
+
+def _start_seconds(config: RegionConfig) -> float:
+    # A higher `startSeconds` than the platform's allows for more waiting, not for longer starts.
+    return min(config.start_seconds, config.platform.start_seconds)
 
 
 def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> None:
@@ -70,14 +82,11 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
         valid = MAX_TOKEN_LIFETIME.total_seconds()
         text = f"a slice of {plan.slice_seconds:g} s; a worker's token is valid for {valid:g} s"
         raise GeofedError("LIMIT_EXCEEDED", text, hint=f"function.slice is at most {_LONGEST_SLICE.total_seconds():g}s")
-    life = config.life_seconds
-    # A higher `startSeconds` than the platform's allows for more waiting, not for longer starts.
-    start = min(config.start_seconds, config.platform.start_seconds)
-    longest = None if life is None else life - CALL_GRACE.total_seconds() - start - _ENDING_SECONDS
+    longest = longest_slice(config)
     if longest is not None and plan.slice_seconds > longest:
         text = f"a slice of {plan.slice_seconds:g} s; {config.platform.title} ends a function of {config.name} after "
-        hint = f"function.slice is at most {max(0.0, longest):g}s there, with starts of up to {start:g} s"
-        raise GeofedError("LIMIT_EXCEEDED", f"{text}{life:g} s", hint=hint)
+        hint = f"function.slice is at most {longest:g}s there, with starts of up to {_start_seconds(config):g} s"
+        raise GeofedError("LIMIT_EXCEEDED", f"{text}{config.life_seconds:g} s", hint=hint)
     if plan.memory_mb > config.capacity.memory_mb:
         text = f"region {config.name} allows a function {config.capacity.memory_mb} MB, the plan has {plan.memory_mb}"
         raise GeofedError("FORBIDDEN", text)

@@ -203,7 +203,10 @@ class Profiler:
             try:
                 body = await self._with_data(command, body.model_copy(update={"measure": "pace"}))
                 pace, _ = await self._call(name, body, memory, limit, meters)
-                weight.steps.extend(agent_pb2.TimedStep(batch=one.batch, seconds=one.seconds) for one in pace.steps)
+                weight.steps.extend(
+                    agent_pb2.TimedStep(batch=one.batch, seconds=one.seconds, device_bytes=one.device_bytes)
+                    for one in pace.steps
+                )
                 # Both calls create the model, but a worker creates it only once.
                 weight.start_seconds = counted - size.loaded_seconds + pace.loaded_seconds
                 self._take_labels(command, pace, weight)
@@ -275,6 +278,7 @@ class Profiler:
                 packages=str(self._packages or ""),
                 batch=command.batch, at_once=at_once(command.batch, command.task),
                 precision=precision_of(command.task), compile=command.task.compile, gpus=gpus_of(command.task),
+                billed_gpus=context.config.worker_devices(gpus_of(command.task)),
                 local=tuple(command.task.local),
                 evaluates_only=command.task.evaluates_only,
                 evaluation_batch=command.evaluation_batch,
@@ -418,7 +422,9 @@ class Profiler:
             "parameters": first.parameters,
             "model_bytes": first.model_bytes,
             "steps": [
-                {**step.model_dump(), "memory_mb": one.memory_mb} for one in profiles for step in one.numbers.steps
+                {**step.model_dump(exclude={"device_bytes"}), "memory_mb": one.memory_mb}
+                for one in profiles
+                for step in one.numbers.steps
             ],
             "update_seconds": first.update_seconds,
             "stored_bytes_per_second": rates[0],

@@ -143,7 +143,8 @@ def _of_count(
     return [
         ConfiguredPartition(
             PlannedPartition(
-                region.name, samples, count, demand.batch, one.memory_mb, 1, demand.batch / one.compute_seconds,
+                region.name, samples, count, demand.batch, region.capacity.function_mb(one.memory_mb), 1,
+                demand.batch / one.compute_seconds,
                 merge_seconds=one.merge_seconds, merge_usd=one.merge_usd,
                 largest_share=_largest_share(count, one.chunks, demand), devices=devices,
             ),
@@ -194,7 +195,7 @@ def unmeasured_mb(region: Region, snapshot: Snapshot, demand: Demand) -> int:
     agent has counted and that needs it, at most what the region allows."""
     needed = needed_mb(snapshot, demand)
     wanted = next((mb for mb in MEMORIES_MB if mb >= max(DEFAULT_MEMORY_MB, needed)), math.ceil(needed))
-    return demand.memory_mb or min(wanted, region.capacity.memory_mb)
+    return region.capacity.function_mb(demand.memory_mb or min(wanted, region.capacity.memory_mb))
 
 
 def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand: Demand) -> PlannedPartition:
@@ -205,7 +206,7 @@ def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand:
         samples=samples,
         workers=replicas * cut.stages,
         batch=demand.batch,
-        memory_mb=cut.memory_mb,
+        memory_mb=region.capacity.function_mb(cut.memory_mb),
         steps_per_round=1,
         samples_per_second=demand.batch / shape.step_seconds / cut.stages,
         pipeline=shape,

@@ -72,8 +72,25 @@ class Capacity:
     """Number of additional workers that may be taken away at any time, as available now."""
     cores: float = 0.0
     """Cores that all workers share; 0: each has its own."""
+    slice_seconds: float | None = None
+    """Longest slice of an invocation, since the platform ends its function; None: any."""
+    least_memory_mb: int = 1
+    """Smallest memory of one function."""
+    memory_step_mb: int = 1
+    """The memory of a function, and the largest one, is a multiple of this."""
     devices: Devices | None = None
     """Accelerators, of which each worker has its own; None: workers have none that are billed."""
+
+    def function_mb(self, memory_mb: int) -> int:
+        """Return the memory of a function that needs so much, as the platform gives and bills it."""
+        return -(-max(memory_mb, self.least_memory_mb) // self.memory_step_mb) * self.memory_step_mb
+
+    @property
+    def shared_devices(self) -> int | None:
+        """Devices that regular workers share, one or several each; one is kept for each preemptible worker. None: a
+        worker is sure to find its devices."""
+        devices = self.devices
+        return None if devices is None or devices.of_function else max(0, devices.count - self.preemptible)
 
 
 @dataclass(frozen=True)
@@ -171,6 +188,8 @@ class Snapshot:
     """Known regions that cannot be used now."""
     busy_workers: dict[str, int] = field(default_factory=dict)
     """Workers that other jobs hold, by region."""
+    busy_devices: dict[str, int] = field(default_factory=dict)
+    """Devices of these workers, by region."""
     speeds: dict[str, float] = field(default_factory=dict)
     """Samples/s of one worker measured in earlier runs of the same task, by region."""
     other_batch: frozenset[str] = frozenset()
@@ -189,6 +208,10 @@ class Snapshot:
     start_probed: bool = False
     probed: Mapping[str, float] = field(default_factory=dict)
     """Samples/s of one worker in a probe, a few steps of the task without any run, by region."""
+    gpu_bytes: Mapping[int, int] = field(default_factory=dict)
+    """Memory of a GPU that tensors took at most in the steps of a probe, by batch; empty: not known."""
+    gpu_lacks: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """Regions in which a probe did not fit into the GPU's memory: its batch, and a text on it."""
     start_of_run: bool = True
     """Whether `start_seconds` was measured in a run, so that it includes contact and the transfer of the first model; a
     profile's does not."""
@@ -218,12 +241,23 @@ class Snapshot:
 
     def free_workers(self, region: Region, gpus: int | None) -> int:
         """Return how many workers with so many devices (`Demand.gpus`) a region has free."""
-        busy, devices = self.busy_workers.get(region.name, 0), region.capacity.devices
-        free = region.capacity.workers - busy
-        if devices is None:
+        free = region.capacity.workers - self.busy_workers.get(region.name, 0)
+        there = region.capacity.shared_devices
+        if there is None:
             return free
-        # Of busy workers it is not known whether they have several.
-        return min(free, max(0, devices.count - busy) // region.worker_devices(gpus))
+        left = max(0, there - self.busy_devices.get(region.name, 0))
+        return min(free, left // region.worker_devices(gpus))
+
+    def gpu_mb(self, batch: int) -> float:
+        """Return the memory of a GPU in MB that a step of a batch takes at least: on a line through the batches of a
+        probe, or what its only one took, if that is no larger; 0: not known."""
+        if not self.gpu_bytes:
+            return 0.0
+        (small, least), (large, most) = min(self.gpu_bytes.items()), max(self.gpu_bytes.items())
+        if small == large:
+            return most / 2**20 if batch >= large else 0.0
+        each = max(0.0, (most - least) / (large - small))
+        return max(0.0, most + each * (batch - large)) / 2**20
 
     @cached_property
     def by_name(self) -> Mapping[str, Region]:

@@ -563,6 +563,8 @@ def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: D
     if devices is not None and devices.seen < wanted:
         text = f"functions in {name} have {devices.seen} devices, {wanted} are asked for"
         return [Reason("INADMISSIBLE", text, "lower function.gpus, or keep the region out with regions.avoid")]
+    if text := _gpu_memory(region, snapshot, demand):
+        reasons.append(Reason("GPU_MEMORY", text, _SMALLER_STEPS))
     free = max(0, snapshot.free_workers(region, demand.gpus))
     if part.workers > free:
         reasons.append(
@@ -580,6 +582,15 @@ def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: D
                 "lower function.memoryMb",
             )
         )
+    if capacity.slice_seconds is not None and demand.slice_seconds > capacity.slice_seconds:
+        text = f"the platform of region {name} ends functions, so that a slice has at most {capacity.slice_seconds:g} s"
+        reasons.append(
+            Reason(
+                "LIMIT_EXCEEDED",
+                f"{text}, {demand.slice_seconds:g} s are asked for",
+                f"lower function.slice to {capacity.slice_seconds:g}s, or keep the region out with regions.avoid",
+            )
+        )
     if demand.channel not in (None, region.channel):
         text = f"region {name} has the channel {region.channel}, {demand.channel} is asked for"
         reasons.append(
@@ -588,6 +599,22 @@ def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: D
     return reasons
 
 
+def _gpu_memory(region: Region, snapshot: Snapshot, demand: Demand) -> str:
+    """Return why a step does not fit into a GPU of a region, as a probe there or elsewhere tells; else empty."""
+    batch, told = snapshot.gpu_lacks.get(region.name, (0, ""))
+    if told and demand.batch >= batch:
+        return f"a step of {batch} samples does not fit into a GPU of region {region.name}: {told}"
+    devices, needed = region.capacity.devices, snapshot.gpu_mb(demand.batch)
+    if devices is None or devices.memory_mb is None or needed <= devices.memory_mb:
+        return ""
+    step = f"a step of {demand.batch} samples takes {needed:.0f} MB of a GPU's memory, as a probe tells"
+    return f"{step}, and one in region {region.name} has {devices.memory_mb} MB"
+
+
+_SMALLER_STEPS = (
+    "let a step need less (train.accumulate, train.precision: bf16, a smaller train.batch), or keep the region out "
+    "with regions.avoid"
+)
 _LONG_ROUND_SECONDS = 60.0
 """Seconds of a step from which a plan warns of an invocation's limit: predictions may be off by a factor of two."""
 _COPIES = 2

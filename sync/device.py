@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["device", "finish"]
+__all__ = ["device", "device_peak_bytes", "finish", "reset_device_peak"]
 
 
 def device(worker: int = 0) -> torch.device:
@@ -24,3 +24,14 @@ def finish(where: torch.device) -> None:
     part whose time is measured."""
     if where.type == "cuda":
         torch.cuda.synchronize(where)
+
+
+def reset_device_peak(where: torch.device) -> None:
+    """Begin anew to note the most memory of a GPU that tensors take."""
+    if where.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(where)
+
+
+def device_peak_bytes(where: torch.device) -> int:
+    """Return the most memory of a GPU, in bytes, that tensors of this process took since the last reset; 0: a CPU."""
+    return torch.cuda.max_memory_allocated(where) if where.type == "cuda" else 0

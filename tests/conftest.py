@@ -1,11 +1,10 @@
-"""Rules that hold for every test: nothing is left behind, and in CI nothing is skipped for want of something."""
+"""Rules that hold for every test: nothing is left behind, and in CI nothing is skipped without a good reason."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
-import re
 import signal
 import socket
 import stat
@@ -24,13 +23,13 @@ from hypothesis import settings
 from support.budget import SOAK, register_profiles
 from support.lasting import daemons, parents
 from support.processes import alive
+from support.skips import fail_in_ci
 from support.turns import turn
 from xdist.scheduler import LoadScopeScheduling
 
 from region_agent.gateway.embedded.replicas import isolation
 
 _GRACE_SECONDS = 5.0
-_FOR_WANT_OF_A_PACKAGE = re.compile("not installed|missing|could not import")
 _START_DAEMONS = ("tests/deploy/", "tests/docs/", "tests/e2e/", "tests/packaging/")
 _MEASURE = (
     "tests/deploy/", "tests/docs/", "tests/packaging/", "tests/region_agent/gateway/test_warm_start.py",
@@ -219,12 +218,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Together:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
-    if report.skipped and os.environ.get("CI"):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        if _FOR_WANT_OF_A_PACKAGE.search(reason):
-            # On a machine that may install what it needs, such a skip hides a missing install step.
-            report.outcome = "failed"
-            report.longrepr = f"skipped in CI: {reason}"
+    fail_in_ci(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    report = yield
+    fail_in_ci(report)
     return report
 
 

@@ -249,7 +249,8 @@ class WeightRow:
     model_bytes: int
     """Size of the flat model."""
     steps_json: str = "[]"
-    """[batch, seconds] of one worker's steps, the job's own batch first; empty: not timed."""
+    """[batch, seconds, bytes of the GPU's memory] of one worker's steps, the job's own batch first; empty: not timed.
+    Rows of earlier versions are without the bytes, which are 0 without a GPU."""
     start_seconds: float = 0.0
     """Time until the first step could begin; 0: unknown."""
     note: str = ""
@@ -260,6 +261,8 @@ class WeightRow:
     """Names of the first layers with running statistics of batches."""
     labels_json: str = "{}"
     """By region: samples of its training split, and [label, number] of those that it has counted and reported."""
+    gpu_lacks_json: str = "{}"
+    """Regions whose GPU has too little memory: the smallest batch that did not fit, and what was told of it."""
 
 
 @dataclass(frozen=True)

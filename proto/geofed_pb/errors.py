@@ -165,6 +165,12 @@ CATALOGUE: dict[str, Entry] = {
         "raise `function.memoryMb`, or let a step need less: `train.accumulate: 2` (the batch stays the same),"
         " `train.precision: bf16`, a smaller `train.batch`; after `geofed profile` plans cut a large model into stages",
     ),
+    "GPU_MEMORY": Entry(
+        Exit.INADMISSIBLE,
+        False,
+        "let a step need less: `train.accumulate: 2` (the batch stays the same), `train.precision: bf16`, a smaller"
+        " `train.batch`; have fewer workers on each GPU; or leave out the region: `regions.avoid`",
+    ),
     "GPUS_TOO_FEW": Entry(
         Exit.INADMISSIBLE, False, "set a smaller `function.gpus`, or `auto`, or leave out the region: `regions.avoid`"
     ),

@@ -9,21 +9,30 @@ from typing import TYPE_CHECKING
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
-    from structlog.typing import Processor
+    from structlog.typing import EventDict, Processor
 
-__all__ = ["LOG_FORMATS", "configure_logs"]
+__all__ = ["LOG_FORMATS", "configure_logs", "describe_process"]
 
 LOG_FORMATS = ("text", "json")
 """Values of the daemons' option ``--log-format``."""
 _LEVELS = ("debug", "info", "warning", "error")
+_of_process: dict[str, object] = {}
+"""Values of every JSON line of this process."""
+
+
+def describe_process(**values: object) -> None:
+    """Add values to every JSON line of this process that does not have them itself, such as the region of an agent. A
+    function is called for each line; None is left out."""
+    _of_process.update(values)
 
 
 def configure_logs(log_format: str, level: str = "info", *, relayed: bool = False) -> None:
     """Configure the log of this process, both for structlog and for the standard library.
 
-    A JSON line has ``timestamp`` (ISO 8601, UTC), ``level``, ``logger``, ``event``, and the values of the event. With
-    ``relayed`` another process reads the lines and adds the time, so that the text has none. Such a process may log by
-    the standard library alone: structlog, whose import takes 0.15 s, is imported with the first line that is written.
+    A JSON line has ``timestamp`` (ISO 8601, UTC), ``level``, ``logger``, ``event``, and the values of the event, of the
+    context (structlog's context variables) and of the process (`describe_process`). With ``relayed`` another process
+    reads the lines and adds the time, so that the text has none. Such a process may log by the standard library alone:
+    structlog, whose import takes 0.15 s, is imported with the first line that is written.
 
     Raises ``GeofedError("CONFIG_INVALID")`` for an unknown format or level.
     """
@@ -81,6 +90,14 @@ def _describing(*, timed: bool) -> list[Processor]:
     ]
 
 
+def _with_process(_: object, __: str, event: EventDict) -> EventDict:
+    for name, value in _of_process.items():
+        told = value() if callable(value) else value
+        if told is not None:
+            event.setdefault(name, told)
+    return event
+
+
 def _structured_formatter(log_format: str, *, timed: bool) -> logging.Formatter:
     import structlog
 
@@ -88,7 +105,7 @@ def _structured_formatter(log_format: str, *, timed: bool) -> logging.Formatter:
     tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     plain = structlog.dev.plain_traceback
     render: list[Processor] = (
-        [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]
+        [_with_process, structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]
         if log_format == "json"
         else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     )

@@ -51,6 +51,8 @@ class Platform:
     """Most bytes with which a replica is started: its environment and secrets; None: no limit of the platform."""
     scratch_mb: tuple[int, int] | None = None
     """Least and most disk space of a function, in MB; None: what the machines have."""
+    gpus: bool = True
+    """Whether functions may be given GPUs."""
 
 
 PLATFORMS = {
@@ -76,13 +78,14 @@ PLATFORMS = {
             "lambda", "AWS Lambda", local_files=False, sandboxed=False, callable_by_others=False, dials_out=True,
             shared=True, own_secrets=False, places_preemptible=False, start_seconds=180.0, own_role=False,
             has_preemptible=False,
-            memory_mb=(128, 10240), life_seconds=900.0, event_bytes=1_000_000, scratch_mb=(512, 10240),
+            memory_mb=(128, 10240), life_seconds=900.0, event_bytes=1_000_000, scratch_mb=(512, 10240), gpus=False,
         ),
         Platform(
             "scf", "Tencent Cloud SCF", local_files=False, sandboxed=False, callable_by_others=False, dials_out=True,
             shared=True, own_secrets=False, places_preemptible=False, start_seconds=180.0, own_role=False,
             has_preemptible=False,
             memory_mb=(128, 3072), memory_step_mb=128, life_seconds=900.0, event_bytes=130_000, scratch_mb=(512, 512),
+            gpus=False,
         ),
     )
 }  # fmt: skip

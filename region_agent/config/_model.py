@@ -174,6 +174,8 @@ class RegionConfig(Section):
         devices = self.capacity.devices
         if devices is None:
             return self
+        if not self.platform.gpus:
+            raise ValueError(f"`capacity.devices` must be left out: functions of {self.platform.title} have no GPU")
         workers, each = self.capacity.workers + self.capacity.preemptible, self._devices_of_function
         if isinstance(self.gateway, KubernetesGateway) and not each:
             raise ValueError("`gateway.gpus` is 0: functions have none of `capacity.devices`")
@@ -189,6 +191,10 @@ class RegionConfig(Section):
         limits = self.platform.memory_mb
         if limits is not None and not limits[0] <= self.capacity.memory_mb <= limits[1]:
             text = f"{self.platform.title} gives a function {limits[0]} to {limits[1]} MB"
+            raise ValueError(f"`capacity.memoryMb` is {self.capacity.memory_mb}: {text}")
+        step = self.platform.memory_step_mb
+        if self.capacity.memory_mb % step:
+            text = f"{self.platform.title} gives a function a multiple of {step} MB"
             raise ValueError(f"`capacity.memoryMb` is {self.capacity.memory_mb}: {text}")
         return self
 
@@ -220,8 +226,10 @@ class RegionConfig(Section):
         # A platform that gives a function its own devices bills them, whatever the job uses.
         return self._devices_of_function or (devices.count if gpus == "auto" else gpus)
 
-    def _capacity(self, preemptible: int | None) -> dict[str, Any]:
+    def _capacity(self, preemptible: int | None, slice_seconds: float | None) -> dict[str, Any]:
         capacity = self.capacity.model_dump()
+        capacity["slice_seconds"], capacity["memory_step_mb"] = slice_seconds, self.platform.memory_step_mb
+        capacity["least_memory_mb"] = (self.platform.memory_mb or (1, 0))[0]
         if self.capacity.devices is not None:
             capacity["devices"]["of_function"] = self._devices_of_function or None
         if preemptible is not None:
@@ -276,19 +284,21 @@ class RegionConfig(Section):
         withheld: Collection[str] = (),
         isolation: str = "",
         schemas: Mapping[str, str] | None = None,
+        slice_seconds: float | None = None,
     ) -> dict[str, Any]:
         """Return the region's description for the control plane, as its scheduler reads it; it contains no paths.
 
         ``preemptible``: present number of preemptible workers; None: all. ``sizes``: bytes of splits by dataset, for
         datasets that may be processed elsewhere. ``withheld``: datasets that are not offered. ``isolation``: kind
         of the isolation of job code that is in force; empty: unknown. ``schemas``: digests of what samples consist of.
+        ``slice_seconds``: longest slice; None: any.
         """
         sizes = sizes or {}
         prices = self.prices.model_dump(exclude=_OWN_PRICES, exclude_none=True) if self.prices else None
         return {
             "name": self.name,
             "cloud": self.cloud,
-            "capacity": self._capacity(preemptible),
+            "capacity": self._capacity(preemptible, slice_seconds),
             "channel": self.channel.kind,
             "channel_plaintext": self.channel.plaintext,
             "loopback": is_loopback(f"//{self.advertise}"),

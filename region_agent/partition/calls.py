@@ -86,6 +86,8 @@ class WorkerInputs(RegionInputs):
     """Address of the parameter server for the worker."""
     packages: Path | None = None
     """Folder with the packages that the task requires."""
+    billed_gpus: int = 0
+    """GPUs that the region bills for the worker."""
     sampling_rate: float = 1.0
     """With differential privacy of samples: probability with which each is in a step."""
 
@@ -201,6 +203,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         rounds=plan.rounds,
         seed=plan.seed,
         **_training_fields(task),
+        billed_gpus=inputs.billed_gpus,
         proximal=_proximal(plan),
         slice_seconds=plan.slice_seconds,
         resume_key=action.resume_key,

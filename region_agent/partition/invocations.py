@@ -12,7 +12,7 @@ from region_agent.config import RegionConfig
 from region_agent.gateway.functions import Grants, Isolation
 from region_agent.isolation import SERVER_ADDRESS, grants_of
 from region_agent.link.identity import Identity
-from region_agent.partition.calls import WorkerInputs, bundle_key, invocation_of
+from region_agent.partition.calls import WorkerInputs, bundle_key, gpus_of, invocation_of
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import Invoke
 from region_agent.partition.report import PartitionMeter
@@ -117,6 +117,7 @@ class Invocations:
             splits=self._splits, streams=self._streams, samples=self.shards.declared_samples,
             clients=self.shards.declared_clients, channel_costs=self._costs,
             server_address=self._server_address(row), packages=self.packages, sampling_rate=rate,
+            billed_gpus=self.config.worker_devices(gpus_of(self.start.task)),
         )  # fmt: skip
         return invocation_of(self.start, action, inputs).model_dump_json().encode()
 

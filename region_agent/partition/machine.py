@@ -614,6 +614,7 @@ def _failure_limit(error: GeofedError) -> int:
     """Failures in a row without a completed round that a partition survives; the next one fails it."""
     limits = {
         "FUNCTION_OUT_OF_MEMORY": _MAX_OUT_OF_MEMORY_FAILURES,
+        "GPU_MEMORY": _MAX_OUT_OF_MEMORY_FAILURES,
         "FUNCTION_TIMEOUT": _MAX_TIMEOUT_FAILURES,
         "PORT_IN_USE": _MAX_PORT_FAILURES,
         "FUNCTION_UNSCHEDULABLE": _MAX_START_FAILURES,

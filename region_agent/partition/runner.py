@@ -251,8 +251,10 @@ class PartitionRunner:
 
     def feed(self, event: Event) -> None:
         """Pass an event to the state machine and carry out the actions that it returns."""
-        for action in self.machine.handle(event):
-            self._carry_out(action)
+        # Tasks that are started meanwhile have the job in all their lines, too.
+        with structlog.contextvars.bound_contextvars(job=self.job):
+            for action in self.machine.handle(event):
+                self._carry_out(action)
 
     def begin(self) -> None:
         """Start the partition, or resume it after a restart of the agent."""

@@ -79,6 +79,8 @@ def handle(event: Event, context: object) -> dict[str, object]:
     except GeofedError as error:
         print(f"{error.code}: {error.message}", file=sys.stderr, flush=True)
         outcome = answer(status="failed", code=error.code, message=error.message, hint=error.hint)
+    except torch.OutOfMemoryError:
+        outcome = answer(status="failed", code="GPU_MEMORY", message="the GPU ran out of memory")
     except MemoryError:
         text = "the worker ran out of memory"
         outcome = answer(status="failed", code="FUNCTION_OUT_OF_MEMORY", message=text)
@@ -102,7 +104,7 @@ def fault_of(error: Exception, bundles: Path | None = None) -> GeofedError:
 
 
 def _profile(call: ProfileCall, begun: float) -> Profiled:
-    devices, batch = devices_seen(call.gpus), call.batch
+    devices, batch = devices_seen(call.gpus, billed=call.billed_gpus), call.batch
     prepare_process()
     if len(devices) > 1:
         each = {"batch": per_device(call.batch, devices), "at_once": per_device(call.at_once, devices)}

@@ -174,6 +174,8 @@ class Invocation(BaseModel):
     """Largest norm of a step's merged gradient; 0: any."""
     gpus: Gpus = 1
     """GPUs of this worker, which share its batch; "auto": all that the function sees. Without one it is the CPU."""
+    billed_gpus: int = Field(default=0, ge=0)
+    """GPUs that the region bills for this worker: where the function sees fewer, nothing is computed."""
     devices: Annotated[
         tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")], ...], Field(max_length=MOST_GPUS)
     ] = ()

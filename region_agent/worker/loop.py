@@ -44,7 +44,7 @@ __all__ = ["WorkerLoop"]
 
 _ATTEMPT_OVER = ("FENCED", "CHANNEL_TIMEOUT")
 """Errors that end an attempt for a healthy worker: it stores its state, from which the next attempt continues."""
-_EVALUATION_FAILURES = ("TASK_FAILED", "TASK_INVALID", "FUNCTION_OUT_OF_MEMORY")
+_EVALUATION_FAILURES = ("TASK_FAILED", "TASK_INVALID", "FUNCTION_OUT_OF_MEMORY", "GPU_MEMORY")
 """Errors of an evaluation that do not fail the job."""
 _MAX_EVALUATION_TRIES = 2
 """Evaluations of one round in which a worker may be killed before it skips that evaluation."""

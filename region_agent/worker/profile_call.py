@@ -69,6 +69,8 @@ class ProfileCall(_Body):
     """Whether calls of the model are compiled."""
     gpus: Gpus = 1
     """GPUs of a worker, as in `Invocation`; one is measured, with its part of the batch."""
+    billed_gpus: int = Field(default=0, ge=0)
+    """GPUs that the region bills for a worker, as in `Invocation`."""
     evaluation_batch: int = Field(default=0, ge=0)
     """Samples in one forward pass of an evaluation; 0: as in a step."""
     clients: ClientRounds | None = None
@@ -95,6 +97,8 @@ class StepNumbers(_Body):
     seconds: float
     peak_mb: float
     """Largest memory of the process; 0: unknown. Estimated for a model that is too large to be created whole."""
+    device_bytes: int = 0
+    """Most memory of the GPU that tensors took during steps of measure "pace"; 0: there is no GPU."""
 
 
 class NormNumbers(_Body):

@@ -29,7 +29,7 @@ from region_agent.worker.task import TaskModule
 from region_agent.worker.training.passes import accumulate
 from region_agent.worker.training.usage import peak_bytes
 from sync.base import frozen_parameters
-from sync.device import device, finish
+from sync.device import device, device_peak_bytes, finish, reset_device_peak
 from sync.flat import FlatModel, layout_of
 from sync.local import local_names
 from sync.pipeline import Layers, measure_layers, model_input
@@ -252,8 +252,10 @@ def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
     At least one step is made, a second one unless the first took very long, which it may while the model is
     compiled; with several the first one is not counted.
     """
+    reset_device_peak(bench.device)
     if bench.call.clients is not None:
-        return StepNumbers(batch=size, seconds=_client_seconds(bench, bench.call.clients, size, until), peak_mb=0.0)
+        seconds = _client_seconds(bench, bench.call.clients, size, until)
+        return StepNumbers(batch=size, seconds=seconds, peak_mb=0.0, device_bytes=device_peak_bytes(bench.device))
     durations: list[float] = []
 
     def more() -> bool:
@@ -268,7 +270,8 @@ def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
             bench.optimizer.step()
         finish(bench.device)
         durations.append(time.monotonic() - begun)
-    return StepNumbers(batch=size, seconds=statistics.median(durations[1:] or durations), peak_mb=0.0)
+    seconds = statistics.median(durations[1:] or durations)
+    return StepNumbers(batch=size, seconds=seconds, peak_mb=0.0, device_bytes=device_peak_bytes(bench.device))
 
 
 def _client_seconds(bench: _Bench, rounds: ClientRounds, size: int, until: float) -> float:

@@ -60,11 +60,6 @@ _PACKAGE_MISSING = (
     "list it in a file of task.requirements, or put it into the task folder"
 )
 """Hint of an error about a module that cannot be imported."""
-_GPU_TOO_SMALL = (
-    "let a step need less: `train.accumulate: 2` (the batch stays the same), `train.precision: bf16`, a smaller"
-    " `train.batch`; or have fewer workers on each GPU"
-)
-"""Hint of an error about the GPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -408,7 +403,7 @@ def task_errors(folder: Path, doing: str) -> Iterator[None]:
         raise
     except torch.OutOfMemoryError as error:
         text = f"the GPU ran out of memory in {doing}{_place(error, folder)}"
-        raise GeofedError("FUNCTION_OUT_OF_MEMORY", text, hint=_GPU_TOO_SMALL) from None
+        raise GeofedError("GPU_MEMORY", text) from None
     except Taken:
         # Not an error: the stand-in for a model has recorded the input and ends the call this way.
         raise

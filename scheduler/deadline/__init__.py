@@ -6,7 +6,7 @@ from scheduler.deadline._buddy import Buddy, BuddyPlacement
 from scheduler.deadline._course import Course, Ground
 from scheduler.deadline._curve import SpeedCurve, curve_from_table
 from scheduler.deadline._kinds import Kinds, Refuge, allot_kinds, refuge, spot_share
-from scheduler.deadline._ledger import Gang, Reservation, StaffingPace
+from scheduler.deadline._ledger import Gang, Reservation, StaffingPace, devices_of
 from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Overhead, Rules
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "allot",
     "allot_kinds",
     "curve_from_table",
+    "devices_of",
     "offer",
     "promised_at_once",
     "refuge",

@@ -301,9 +301,9 @@ def _pause(gang: Gang, rules: Rules) -> float:
 
 
 def _more(gang: Gang, before: int, after: int) -> dict[str, int]:
-    """Return the workers by region that a gang needs in addition to those of another pace."""
-    had = gang.workers(before)
-    return {region: count - had.get(region, 0) for region, count in gang.workers(after).items()}
+    """Return what a gang needs in addition to what it has at another pace, by row of the ledger."""
+    had = gang.needs(before)
+    return {row: count - had.get(row, 0) for row, count in gang.needs(after).items()}
 
 
 def _fits(more: Mapping[str, int], free: Mapping[str, int]) -> bool:
@@ -378,7 +378,7 @@ def _grow(
         if now < 0 or pace > wish(gang) or (gang.fixed and gang.held >= 0):
             return
         gain = (gang.paces[pace].rate - gang.paces[now].rate) / max(1, sum(_more(gang, now, pace).values()))
-        gain /= gang.paces[0].rate / max(1, sum(gang.workers(0).values()))
+        gain /= gang.paces[0].rate / max(1, sum(gang.needs(0).values()))
         tier = 0 if pace <= gang.held else 1 if gain >= _LEAN else 2
         first = -gain if tier == 2 else min(gang.deadline_s, 1e15)
         heapq.heappush(heap, (tier, first, gang.since_s, gang.name, pace, gang))

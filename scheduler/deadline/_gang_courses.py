@@ -49,9 +49,7 @@ def followed(
     going = []
     for gang in gangs:
         rates = (0.0, *(pace.rate for pace in gang.paces))
-        needs = tuple(
-            tuple(gang.workers(pace).get(region, 0) for region in capacities) for pace in range(-1, len(gang.paces))
-        )
+        needs = tuple(tuple(gang.needs(pace).get(row, 0) for row in capacities) for pace in range(-1, len(gang.paces)))
         plan = plans.get(gang.name, ())
         going.append(
             Going(

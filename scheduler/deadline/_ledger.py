@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scheduler.deadline._curve import SpeedCurve
 from scheduler.deadline._model import DeviceCapacity, Rules
 
-__all__ = ["Gang", "Reservation", "StaffingPace", "WorkerLedger"]
+__all__ = ["Gang", "Reservation", "StaffingPace", "WorkerLedger", "devices_of"]
 
 _AS_CHEAP = 1.1
 """A running job keeps its pace to its end where that takes at most this factor of the least device time."""
@@ -32,6 +32,18 @@ class StaffingPace:
     """Workers by region."""
     rate: float
     """Rounds a second that promises may rely on."""
+    devices: Mapping[str, int] = field(default_factory=dict)
+    """Devices of these workers, by region; of regions that count them."""
+
+    @cached_property
+    def needs(self) -> Mapping[str, int]:
+        """What has to be free: workers by region, and devices by `devices_of` the region."""
+        return {**self.workers, **{devices_of(region): count for region, count in self.devices.items()}}
+
+
+def devices_of(region: str) -> str:
+    """Return the name by which capacities and needs count the devices of a region, beside its workers."""
+    return f"{region}/devices"
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,10 @@ class Gang:
         """Return the workers by region; none for pace -1."""
         return self.paces[pace].workers if pace >= 0 else {}
 
+    def needs(self, pace: int) -> Mapping[str, int]:
+        """Return what has to be free for them; nothing for pace -1."""
+        return self.paces[pace].needs if pace >= 0 else {}
+
 
 @dataclass(frozen=True)
 class Reservation:
@@ -167,7 +183,8 @@ class _Switch:
 
 
 class WorkerLedger:
-    """Free workers by region (rows) over one grid of instants (columns); the last step has no end."""
+    """What is free, workers by region and devices by `devices_of` a region (rows), over one grid of instants (columns);
+    the last step has no end."""
 
     def __init__(self, now: float, capacities: Mapping[str, DeviceCapacity], points: Sequence[float] = ()) -> None:
         changes = [at for capacity in capacities.values() for at, _ in capacity.changes]
@@ -199,7 +216,7 @@ class WorkerLedger:
 
     def fitting(self, gang: Gang) -> NDArray[np.int64]:
         """Return how many of a gang's paces, from the slowest on, fit on each step; shape (steps,)."""
-        if any(region not in self.rows for region in gang.paces[0].workers):
+        if any(row not in self.rows for row in gang.paces[0].needs):
             return np.zeros(len(self.times), dtype=np.int64)
         need = self._needs(gang)[1:]
         rows = need.any(axis=0)
@@ -234,7 +251,7 @@ class WorkerLedger:
         chosen = np.minimum(fit, switch.second)
         chosen[:cut] = np.minimum(fit[:cut], switch.first)
         if stay_s:
-            per_second = sum(gang.workers(gang.held).values())
+            per_second = sum(gang.needs(gang.held).values())
             needed = np.diff(self.times[: end + 1]) @ self._needs(gang).sum(axis=1)[chosen]
             if per_second * (stay_s - self.now) <= _AS_CHEAP * needed:
                 return self._stay(gang, stay_s)
@@ -310,7 +327,7 @@ class WorkerLedger:
         return self._stay(gang, self.now + gang.work / gang.paces[gang.held].rate)
 
     def free_now(self) -> dict[str, int]:
-        """Return the free workers by region; never below zero."""
+        """Return what is free now, by row; never below zero."""
         return {region: max(0, int(self.free[row, 0])) for region, row in self.rows.items()}
 
     def _staying(self, gang: Gang, until_s: float) -> float:
@@ -326,12 +343,12 @@ class WorkerLedger:
         return self._hold(gang, np.full(self.point(end_s), gang.held + 1), end_s, late=end_s > gang.deadline_s)
 
     def _needs(self, gang: Gang) -> NDArray[np.int64]:
-        """Workers by pace, a row of zeros first, and region; shape (paces + 1, regions)."""
+        """Needs by pace, a row of zeros first, and row of the ledger; shape (paces + 1, rows)."""
         need = np.zeros((len(gang.paces) + 1, len(self.rows)), dtype=np.int64)
         for index, pace in enumerate(gang.paces, 1):
-            for region, count in pace.workers.items():
-                if region in self.rows:
-                    need[index, self.rows[region]] = count
+            for row, count in pace.needs.items():
+                if row in self.rows:
+                    need[index, self.rows[row]] = count
         return need
 
     def _hold(self, gang: Gang, chosen: NDArray[np.int64], end_s: float, *, late: bool = False) -> Reservation:

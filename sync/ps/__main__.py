@@ -21,7 +21,7 @@ import grpc.aio
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import write_durably
 from geofed_pb.linux import die_with_parent, keep_freed_memory
-from geofed_pb.logs import LOG_FORMATS, configure_logs
+from geofed_pb.logs import LOG_FORMATS, configure_logs, describe_process
 from geofed_pb.rpc import read_pem, server_options
 from geofed_pb.security.access import AccessInterceptor
 from geofed_pb.tasks import awaited, background
@@ -58,6 +58,7 @@ async def serve(config: PsConfig) -> None:
     identity = functools.partial(_identity, config, revoked)
     identity()
     engine = _engine(config)
+    describe_process(round=lambda: max(0, engine.machine.sequence))
     links = PeerLinks(engine, config, identity)
     admin = AdminService(engine, config, links)
     engine.feed(Configured(config.epoch, config.attempt, ()))
@@ -238,6 +239,7 @@ def main() -> int:
     configure_logs(arguments.log_format, relayed=True)
     try:
         config = read_config(arguments.config)
+        describe_process(job=config.job, region=config.region)
         with _only_one(config.state_dir):
             asyncio.run(serve(config))
     except GeofedError as error:

@@ -417,6 +417,53 @@ def test_steps_that_lacked_memory_are_timed_with_what_the_model_needs(
     run(scenario())
 
 
+GPU_NOTE = "GPU_MEMORY: the GPU ran out of memory in loss at task.py:9 (m(x))"
+
+
+def test_a_step_that_does_not_fit_into_the_only_gpu_makes_no_job(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            answer = asyncio.create_task(plan(stage, job_file))
+            command = await agent.command("probe")
+            agent.tell_profile(command.id, weight=weight(steps=[], note=GPU_NOTE))
+            with pytest.raises(GeofedError, match="a: the GPU ran out of memory in loss") as caught:
+                await answer
+            assert caught.value.code == "GPU_MEMORY"
+            assert "no job was created" in str(caught.value.hint)
+            # With a smaller batch it is tried again, and what did not fit is kept in mind.
+            answer = asyncio.create_task(plan(stage, job_file, "train.batch=5"))
+            command = await agent.command("probe", 2)
+            steps = [{"batch": 5, "seconds": 0.05, "device_bytes": 3 << 30}]
+            agent.tell_profile(command.id, weight=weight(steps=steps))
+            assert (await answer)["estimate"]["basis"] == "probed"
+            refused = await plan(stage, job_file)
+            assert [reason["code"] for reason in refused["reasons"]] == ["GPU_MEMORY"]
+            assert asked(agent) == 2
+
+    run(scenario())
+
+
+def test_a_region_whose_gpu_is_too_small_is_declined_and_others_are_not(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as a, scales(stage, "b") as b:
+            answer = asyncio.create_task(plan(stage, job_file))
+            command = await a.command("probe")
+            a.tell_profile(command.id, weight=weight(steps=[], note=GPU_NOTE))
+            command = await b.command("probe")
+            b.tell_profile(command.id, weight=weight())
+            (reason,) = (await answer)["reasons"]
+            assert reason["code"] == "GPU_MEMORY"
+            assert "a step of 10 samples does not fit into a GPU of region a: the GPU ran out" in reason["text"]
+            assert "regions.avoid" in reason["remedy"]
+            without = await plan(stage, job_file, "regions.avoid=[a]")
+            assert [part["region"] for part in without["partitions"]] == ["b"]
+            assert (asked(a), asked(b)) == (1, 1)
+
+    run(scenario())
+
+
 def test_the_region_with_the_most_data_is_asked(serve_config: ServeConfig, job_file: Path) -> None:
     """It makes the most steps, and the others wait for it."""
 

@@ -61,6 +61,10 @@ def test_every_line_is_json(running_north: Running) -> None:
             assert line["level"] in ("info", "warning", "error"), name
             assert line["event"], name
             assert line["logger"], name
+    for name in ("agent-bergen", "agent-oslo"):
+        assert {line["region"] for line in logs[name]} == {name.removeprefix("agent-")}
+    assert {(line["region"], line["job"]) for line in logs["ps"]} == {("bergen", job)}
+    assert all(line["round"] >= 1 for line in logs["ps"])
     agents = [line for name in ("agent-bergen", "agent-oslo") for line in logs[name][before[name] :]]
     assert {"partition", "session with the control plane"} <= {line["event"] for line in agents}
     # An agent that starts again also logs the partitions of earlier jobs that it has yet to clean up.

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from support import failures
 from support.running import Federation, Running, check_succeeded, digits_sites, eventually, named
 from support.stores import BUCKET, s3_server
 
@@ -218,6 +219,13 @@ def test_two_regions_train_in_functions_of_aws_over_a_killed_invocation(function
         assert [event for event in failed if "ended without a word" in event["text"]], failed
         eventually(lambda: not functions.functions, "the functions are deleted")
 
+        # A plan knows that an invocation ends after 900 s.
+        asked = "--set", "function.slice=590s", "--set", "task.secrets=[token]", "--dry-run"
+        done = federation.control_plane("submit", str(running.job_folder() / "job.yaml"), *asked, check=False)
+        refused = failures.told(done)
+        assert refused.code == "LIMIT_EXCEEDED"
+        assert "a slice has at most 585 s, 590 s are asked for" in refused.text
+
         # A function's start is measured, and plans use it.
         measured = running.job_folder(named("starts in a function")) / "job.yaml"
         told = json.loads(federation.control_plane("profile", str(measured), "-o", "json", timeout=120).stdout)
@@ -253,17 +261,20 @@ def test_two_regions_train_in_functions_of_tencent_over_a_killed_invocation(
         sites = digits_sites(tmp_path, REGIONS, workers=2, gateway=gateway, channel=channel)
         with Federation(tmp_path / "federation", sites) as federation:
             running = Running(federation, tmp_path)
-            settings = "train.workers=2", "train.end.epochs=12", "wan.interval=40"
+            settings = "train.workers=2", "train.end.epochs=12", "wan.interval=40", "function.memoryMb=1000"
             job = running.submit(*settings, task=named("prints its variables") + PRINTS)
             running.wait_round(job, 1)
             tags = [{one["Key"]: one["Value"] for one in made.given["Tags"]} for made in functions.functions.values()]
             assert sorted(one["geofed.region"] for one in tags) == sorted(REGIONS)
             assert {one["geofed.job"] for one in tags} == {job}
+            assert {made.given["MemorySize"] for made in functions.functions.values()} == {1024}
             assert len(functions.running) == 4
             functions.running[0].process.kill()
             running.wait_round(job, 2)
             described = running.wait_end(job, 400)
             check_succeeded(described)
+            # Memory comes in steps, and is planned and billed as it comes.
+            assert {part["memory_mb"] for part in described["plan"]["partitions"]} == {1024}
             failed = [event for event in running.events(job) if event["kind"] == "worker-failed"]
             assert [event for event in failed if "ended without a word" in event["text"]], failed
             eventually(lambda: not functions.functions, "the functions are deleted")

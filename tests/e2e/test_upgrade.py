@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.previous import previous_version, python_of
-from support.running import Federation, Running, check_succeeded, digits_sites
+from support.previous import ROOT, previous_version, python_of
+from support.running import TEMPLATES, Federation, Running, check_succeeded, digits_sites
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 LONG = ("train.end.epochs=400", "wan.interval=10", "train.evaluateEvery=0", "function.slice=3s")
@@ -63,6 +64,9 @@ def test_daemons_are_upgraded_and_downgraded_one_by_one_while_a_job_trains(tmp_p
     where = "import control_plane, geofed_pb, region_agent, sync; print(control_plane.__file__, geofed_pb.__file__)"
     told = subprocess.run([python, "-c", where], cwd=tmp_path, capture_output=True, text=True)
     assert told.stdout.count(str(tmp_path)) == 2, told.stderr
+    # The job, too, is one of that version.
+    shipped = TEMPLATES.relative_to(ROOT) / "image-classification"
+    shutil.copytree(tmp_path / "previous" / "source" / shipped, tmp_path / "job")
     sites = digits_sites(tmp_path, ("east", "west"))
     with _Mixed(tmp_path / "federation", sites, python=python) as federation:
         running = Running(federation, tmp_path)

@@ -143,6 +143,7 @@ SURFACES = {
         "promised_at_once",
         "refuge",
         "spot_share",
+        "devices_of",
     },
     "scheduler.simulate": {
         "PolicyDecision",
@@ -325,7 +326,7 @@ SURFACES = {
         "succession",
     },
     "sync.merging.lists": {"AsPublished", "ListCodec", "Lists", "ListsAndState", "Places"},
-    "sync.device": {"device", "finish"},
+    "sync.device": {"device", "device_peak_bytes", "finish", "reset_device_peak"},
     "sync.coordinates": {"PLAIN", "Coding", "array_dtype", "coding_of", "decode", "encode"},
     "sync.flat": {"FlatModel", "layout_of"},
     "sync.framing": {"Array", "Buffer", "Frame", "decode", "digest_of", "encode"},

@@ -66,6 +66,37 @@ def test_what_another_process_reads() -> None:
     assert "old" in warning["event"]
 
 
+_DESCRIBED = """
+import logging, sys
+import structlog
+from geofed_pb.logs import configure_logs, describe_process
+
+configure_logs(sys.argv[1])
+rounds = iter((3, 4, None))
+describe_process(region="east", round=lambda: next(rounds))
+with structlog.contextvars.bound_contextvars(job="job-1"):
+    logging.getLogger("geofed.ps").warning("of a job")
+structlog.get_logger("geofed.hub").info("of a region", region="west")
+structlog.get_logger("geofed.hub").info("of none")
+"""
+
+
+@pytest.mark.processes
+def test_json_lines_have_region_job_and_round() -> None:
+    def written(style: str) -> list[str]:
+        done = subprocess.run([sys.executable, "-c", _DESCRIBED, style], capture_output=True, text=True, timeout=60)
+        return done.stderr.splitlines()
+
+    lines = [json.loads(line) for line in written("json")]
+    told = [{key: line[key] for key in ("event", "job", "region", "round") if key in line} for line in lines]
+    assert told == [
+        {"event": "of a job", "job": "job-1", "region": "east", "round": 3},
+        {"event": "of a region", "region": "west", "round": 4},
+        {"event": "of none", "region": "east"},
+    ]
+    assert "east" not in "".join(written("text")), "people see whose log it is"
+
+
 @pytest.mark.parametrize("wrong", [("console", "info"), ("json", "loud")])
 def test_unknown_formats_and_levels_are_refused(wrong: tuple[str, str]) -> None:
     with pytest.raises(GeofedError, match=f"unknown log .*{'console' if wrong[0] == 'console' else 'loud'}"):

@@ -15,7 +15,7 @@ from geofed_pb.v1 import agent_pb2
 from region_agent.capacity import preemptible_workers, set_preemptible_workers
 from region_agent.cli import app
 from region_agent.config import RegionConfig, SplitConfig, json_schema, load_config
-from region_agent.policy import check_partition, most_workers
+from region_agent.policy import check_partition, longest_slice, most_workers
 
 WHOLE = """\
 apiVersion: geofed/v1
@@ -115,6 +115,11 @@ def test_other_regions_shards_are_taken_in_order(tmp_path: Path, shards: list[st
     assert raised.value.code == code
 
 
+LAMBDA = """\
+gateway: {kind: lambda, image: 123456789012.dkr.ecr.eu-west-1.amazonaws.com/w:1,
+          role: "arn:aws:iam::123456789012:role/w"}
+"""
+SCF = "gateway: {kind: scf, image: ccr.ccs.tencentyun.com/n/w:1, tencentRegion: ap-guangzhou}\n"
 PRICES = """\
 prices: {source: t, asOf: 2026-11, functionUsdPerGbSecond: 0.1, functionUsdPerRequest: 0, serverUsdPerHour: 1,
          egressUsdPerGb: 1%s}
@@ -164,7 +169,24 @@ def test_devices_have_a_price_and_are_enough_for_the_workers(tmp_path: Path) -> 
     assert config.catalogue()["prices"]["device_usd_per_second"] == 0.001
     plain = _load(tmp_path, WHOLE + PRICES % "")
     assert plain.worker_devices("auto") == 0
+    with pytest.raises(GeofedError, match=r"`capacity.devices` must be left out: functions of AWS Lambda have no GPU"):
+        _load(tmp_path, there % 8 + told + LAMBDA)
     assert "device_usd_per_second" not in plain.catalogue()["prices"]
+
+
+def test_the_catalogue_tells_the_limits_of_the_platform(tmp_path: Path) -> None:
+    def limits(text: str) -> list[float | None]:
+        config = _load(tmp_path, text)
+        capacity = config.catalogue(slice_seconds=longest_slice(config))["capacity"]
+        return [capacity[key] for key in ("slice_seconds", "least_memory_mb", "memory_step_mb")]
+
+    assert limits(WHOLE) == [None, 1, 1]
+    # 900 s, less two minutes for a step and waits, a start, and 15 s.
+    assert limits(WHOLE + LAMBDA) == [585.0, 128, 1]
+    assert limits(WHOLE + LAMBDA.replace("}", ", startSeconds: 30}")) == [735.0, 128, 1]
+    assert limits(WHOLE + SCF) == [585.0, 128, 128]
+    with pytest.raises(GeofedError, match="is 1000: Tencent Cloud SCF gives a function a multiple of 128 MB"):
+        _load(tmp_path, WHOLE.replace("memoryMb: 1024", "memoryMb: 1000") + SCF)
 
 
 @pytest.mark.parametrize(

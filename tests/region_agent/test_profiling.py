@@ -26,7 +26,7 @@ from region_agent.partition.runner import PartitionContext
 from region_agent.privacy import labels_that_leave
 from region_agent.profiling import Profiler
 from region_agent.tasks.folder import TaskFolder
-from region_agent.worker import handler
+from region_agent.worker import handler, profiling
 from region_agent.worker.handler import handle
 from scheduler.tuning import TaskProfile
 from sync.framing import digest_of
@@ -73,6 +73,12 @@ LABELLED_TASK = LINEAR_TASK.replace(
 """12 of its labels are 1, and 28 are 0."""
 
 
+PRICES = {
+    "source": "test", "asOf": "2026-01", "functionUsdPerGbSecond": 1e-5, "functionUsdPerRequest": 1e-7,
+    "serverUsdPerHour": 0.0, "egressUsdPerGb": 0.0,
+}  # fmt: skip
+
+
 class Scene:
     """A region that may be asked for profiles."""
 
@@ -84,10 +90,7 @@ class Scene:
                 "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
                 "capacity": {"workers": 2, "memoryMb": 1024},
                 "datasets": {"d": {"splits": {"train": {"uri": str(data), "samples": 40}}}},
-                "prices": {
-                    "source": "test", "asOf": "2026-01", "functionUsdPerGbSecond": 1e-5,
-                    "functionUsdPerRequest": 1e-7, "serverUsdPerHour": 0.0, "egressUsdPerGb": 0.0,
-                },
+                "prices": PRICES,
                 **more,
             }
         )  # fmt: skip
@@ -200,6 +203,21 @@ async def test_a_task_is_probed_before_its_steps_are_timed_and_nothing_is_left_b
     assert not list((scene.folder / "channel").glob("probe-*"))
 
 
+def test_a_probe_ends_where_a_function_sees_no_gpu_that_would_be_billed(tmp_path: Path) -> None:
+    async def scenario() -> agent_pb2.ProfileReport:
+        devices = {"kind": "a GPU", "count": 2}
+        priced = {**PRICES, "deviceUsdPerSecond": 0.001}
+        scene = Scene(tmp_path, capacity={"workers": 2, "memoryMb": 1024, "devices": devices}, prices=priced)
+        scene.probe()
+        told = await scene.answer()
+        await scene.profiler.close()
+        return told
+
+    told = asyncio.run(scenario())
+    assert told.error.code == "GPUS_TOO_FEW"
+    assert "the region bills 1 GPU for a worker, and a function sees none" in told.error.message
+
+
 @pytest.mark.slow
 @on_a_loop
 async def test_the_model_is_known_where_its_data_cannot_be_read_or_its_loss_fails(scene: Scene) -> None:
@@ -215,6 +233,31 @@ async def test_the_model_is_known_where_its_data_cannot_be_read_or_its_loss_fail
     told = await scene.answer(2)
     assert told.weight.model_bytes == 64
     assert told.weight.note.startswith("TASK_FAILED: loss raised")
+
+
+@pytest.mark.slow
+@on_a_loop
+async def test_a_step_that_does_not_fit_into_the_gpu_is_told_as_such(scene: Scene) -> None:
+    """By the error that torch raises then; a GPU is not needed for it."""
+    raises = "    raise torch.OutOfMemoryError('CUDA out of memory')\n"
+    scene.bundle = pack({"task.py": LINEAR_TASK.replace("    x, y = batch\n", raises, 1)})
+    scene.probe()
+    told = (await scene.answer()).weight
+    assert (told.model_bytes, len(told.steps)) == (40, 0)
+    assert told.note.startswith("GPU_MEMORY: the GPU ran out of memory in loss at task.py:")
+
+
+def test_a_probe_tells_what_a_step_takes_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter((5 << 30, 2 << 30))
+    monkeypatch.setattr(profiling, "device_peak_bytes", lambda where: next(taken))
+
+    @on_a_loop
+    async def probes(scene: Scene) -> None:
+        scene.probe()
+        told = (await scene.answer()).weight
+        assert [(step.batch, step.device_bytes) for step in told.steps] == [(8, 5 << 30), (2, 2 << 30)]
+
+    probes(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow

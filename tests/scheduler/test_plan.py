@@ -143,6 +143,24 @@ def test_busy_workers_are_not_given_twice() -> None:
     assert "wait for a job to end" in declined(snapshot, demand(workers=2))["INADMISSIBLE"]
 
 
+def test_limits_of_a_function_platform_are_known_before_a_job_runs() -> None:
+    capacity = Capacity(4, 3072, slice_seconds=585.0, least_memory_mb=128, memory_step_mb=128)
+    snapshot = Snapshot((replace(region("a"), capacity=capacity), region("b")))
+    refused = declined(snapshot, demand(slice_seconds=700.0))
+    assert refused == {
+        "LIMIT_EXCEEDED": "the platform of region a ends functions, so that a slice has at most 585 s, 700 s are asked "
+        "for | lower function.slice to 585s, or keep the region out with regions.avoid"
+    }
+    assert planned(snapshot, demand(slice_seconds=585.0)).slice_seconds == 585.0
+    for asked, gets in ((1, 128), (128, 128), (1000, 1024), (2900, 2944), (3072, 3072)):
+        stated = planned(snapshot, demand(memory_mb=asked, workers=1, avoid=("b",)))
+        same = planned(snapshot, demand(memory_mb=gets, workers=1, avoid=("b",)))
+        assert [part.memory_mb for part in stated.partitions] == [gets]
+        assert stated.estimate.items == same.estimate.items, "what is billed is what the platform gives"
+    refused = declined(snapshot, demand(memory_mb=3073, avoid=("b",)))
+    assert "gives a function at most 3072 MB, 3200 MB" in refused["INADMISSIBLE"]
+
+
 def test_workers_may_be_stated_by_region() -> None:
     snapshot = Snapshot((region("a"), region("b")), absent=("c",))
     chosen = planned(snapshot, demand(workers={"a": 3, "b": 1, "c": 9}))

@@ -12,19 +12,24 @@ from pathlib import Path
 import grpc
 import pytest
 
-__all__ = ["previous_version", "python_of"]
+__all__ = ["ROOT", "previous_version", "python_of"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def previous_version() -> str:
-    """Return the commit that GEOFED_TEST_PREVIOUS names, or else the tag of the last release; skips without either."""
+    """Return the commit that GEOFED_TEST_PREVIOUS names, or else the tag of the last release, or else the commit in
+    `deploy/previous-release`; skips in a shallow clone, which may lack that one."""
     if named := os.environ.get("GEOFED_TEST_PREVIOUS"):
         return named
-    tag = _git("describe", "--tags", "--abbrev=0", "--match=v[0-9]*", "HEAD^").decode().strip()
-    if not tag:
-        pytest.skip("this clone has no tag of an earlier release, and GEOFED_TEST_PREVIOUS names no commit")
-    return tag
+    if tag := _git("describe", "--tags", "--abbrev=0", "--match=v[0-9]*", "HEAD^").decode().strip():
+        return tag
+    commit = (ROOT / "deploy" / "previous-release").read_text().split()[0]
+    if not _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"):
+        if _git("rev-parse", "--is-shallow-repository").decode().strip() == "true":
+            pytest.skip("this clone is shallow, and the earlier release is not in it: git fetch --unshallow")
+        pytest.fail(f"deploy/previous-release names {commit}, which is not in this clone", pytrace=False)
+    return commit
 
 
 def python_of(version: str, folder: Path) -> Path:

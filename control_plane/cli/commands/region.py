@@ -122,25 +122,31 @@ async def _regions(client: ControlClient) -> list[Data]:
 
 
 def regions_table(views: list[Data]) -> str:
-    """Format regions as a table, one row each."""
+    """Format regions as a table, one row each; with their devices, where one states any."""
+    devices = [_devices_text(view["capacity"] or {}, brief=True) for view in views]
+    there = any(devices)
     return columns(
-        ["REGION", "CLOUD", "STATE", "WORKERS", "DATASETS", "ISOLATION", "LAST CONTACT", "AGENT", "CONDITION"],
+        [
+            "REGION", "CLOUD", "STATE", "WORKERS", *(["DEVICES"] * there), "DATASETS", "ISOLATION", "LAST CONTACT",
+            "AGENT", "CONDITION",
+        ],
         [
             [
                 view["name"],
                 view["cloud"],
                 view["state"],
                 _workers_text(view["capacity"]) if view["capacity"] else "",
+                *([has] * there),
                 ",".join(held["name"] for held in view["datasets"]),
                 view["isolation"],
                 view["last_contact"] or "",
                 view["agent_version"],
                 view["condition"],
             ]
-            for view in views
+            for view, has in zip(views, devices, strict=True)
         ],
         leave_out=("LAST CONTACT", "AGENT", "CLOUD", "DATASETS", "CONDITION"),
-    )
+    )  # fmt: skip
 
 
 def _workers_text(capacity: Data) -> str:
@@ -148,12 +154,13 @@ def _workers_text(capacity: Data) -> str:
     return f"{capacity['workers']}" + (f" + {preemptible} preemptible" if preemptible else "")
 
 
-def _devices_text(capacity: Data) -> str:
-    """Return the region's accelerators, such as "4 x NVIDIA H100, 81920 MB each"; empty: it states none."""
+def _devices_text(capacity: Data, *, brief: bool = False) -> str:
+    """Return the region's accelerators, such as "4 x NVIDIA H100, 81920 MB each"; empty: it states none. ``brief``:
+    without their memory."""
     devices = capacity.get("devices")
     if not devices:
         return ""
-    memory = f", {devices['memory_mb']} MB each" if devices["memory_mb"] else ""
+    memory = f", {devices['memory_mb']} MB each" if devices["memory_mb"] and not brief else ""
     return f"{devices['count']} x {devices['kind']}{memory}"
 
 

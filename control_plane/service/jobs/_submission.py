@@ -39,7 +39,7 @@ from control_plane.spec import JobSpec, parse_request
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import common_pb2, control_pb2
-from scheduler import Declined, Plan, PlannedPartition, Region
+from scheduler import Declined, Plan, PlannedPartition, Snapshot
 
 _MAX_PLANS = 5
 """Number of times that a new job is planned, since the federation may change before the plan is stored."""
@@ -250,12 +250,16 @@ def _store(draft: Draft, new: NewJob, decided: AdmittedJob) -> None:
         begin(draft, entry, decided.workers, preemptible=decided.preemptible)
 
 
-def _most_workers(region: Region, planned: Mapping[str, PlannedPartition]) -> int:
-    """Return how many workers of a job a region has capacity for."""
-    workers, devices, part = region.capacity.workers, region.capacity.devices, planned.get(region.name)
-    if devices is None or part is None or not part.devices:
-        return workers
-    return min(workers, devices.count // part.devices)
+def _most_workers(snapshot: Snapshot, part: PlannedPartition, held: int) -> int:
+    """Return how many workers a partition that holds some may have; no more if its region is not live."""
+    name = part.region
+    if (region := snapshot.by_name.get(name)) is None:
+        return held
+    most = max(0, region.capacity.workers - snapshot.busy_workers.get(name, 0)) + held
+    there = region.capacity.shared_devices
+    if there is None or not part.devices:
+        return most
+    return min(most, max(0, there - snapshot.busy_devices.get(name, 0)) // part.devices + held)
 
 
 async def scale(federation: Federation, job: str, workers: dict[str, int], reason: str, by: str) -> None:
@@ -274,7 +278,6 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
             )
         planned = {part.region: part for part in entry.plan.partitions}
         snapshot = snapshot_of(federation.regions.values(), federation.jobs.values(), Learnt())
-        capacity = {region.name: _most_workers(region, planned) for region in snapshot.regions}
         if unknown := next((region for region in workers if region not in planned), ""):
             raise GeofedError(
                 "REGION_NOT_FOUND", f"region {unknown} is not part of job {entry.row.id}", hint=", ".join(planned)
@@ -285,7 +288,7 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
             workers = {**workers_now(entry), **workers}
         for region, wanted in workers.items():
             held = lasting_workers_now(entry).get(region, 0)
-            free = max(0, capacity.get(region, held) - snapshot.busy_workers.get(region, 0)) + held
+            free = _most_workers(snapshot, planned[region], held)
             if wanted > free:
                 kind, hint = "regular workers" if moves else "workers", ""
                 if moves:

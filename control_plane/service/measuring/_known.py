@@ -14,7 +14,17 @@ from control_plane.store import RunRow, WeightRow
 from scheduler import StartBilled
 from scheduler.tuning import MergePoint, TaskProfile, fit_compute
 
-__all__ = ["Learnt", "merges_of", "probed_speeds", "speeds_of", "stage_paces_of", "starts_of", "task_keys"]
+__all__ = [
+    "Learnt",
+    "gpu_bytes_of",
+    "gpu_lacks_of",
+    "merges_of",
+    "probed_speeds",
+    "speeds_of",
+    "stage_paces_of",
+    "starts_of",
+    "task_keys",
+]
 
 _IRRELEVANT_KEYS = {
     "lr",
@@ -148,9 +158,22 @@ def probed_speeds(weight: WeightRow | None, batch: int) -> dict[str, float]:
         return {}
     timed = [
         RunRow("", weight.region, weight.task_key, weight.at, size / seconds, weight.model_bytes, 0.0, batch=size)
-        for size, seconds in json.loads(weight.steps_json)
+        for size, seconds, *_ in json.loads(weight.steps_json)
     ]
     return speeds_of(timed, batch, {})[0]
+
+
+def gpu_bytes_of(weight: WeightRow | None) -> dict[int, int]:
+    """Return the memory of a GPU that steps of a probe took, by batch; empty: there was no GPU."""
+    steps = json.loads(weight.steps_json) if weight is not None else []
+    return {size: taken for size, _, *more in steps for taken in more if taken}
+
+
+def gpu_lacks_of(weight: WeightRow | None) -> dict[str, tuple[int, str]]:
+    """Return the regions in which a probe did not fit into the GPU's memory: its batch, and what was told of it."""
+    return (
+        {region: (batch, text) for region, (batch, text) in json.loads(weight.gpu_lacks_json).items()} if weight else {}
+    )
 
 
 def _line(own: Sequence[RunRow], profile: TaskProfile | None) -> tuple[float, float]:

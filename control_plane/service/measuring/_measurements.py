@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 
 from control_plane.pki import utc_now
-from control_plane.service.planning._planning import lasting_workers_now
 from control_plane.service.rpc._wire import failure_of
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec, to_demand
@@ -16,6 +15,7 @@ from control_plane.store import WeightRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from scheduler import Snapshot, unmeasured_mb
+from scheduler.deadline import devices_of
 
 USUAL_MEMORY_MB = 1024
 """Memory of a measuring function in a region whose limit is unknown."""
@@ -109,13 +109,17 @@ class Measurements:
         return feature in self._federation.regions[region].state.features
 
     def require_free(self, region: str) -> None:
-        """Raise ``GeofedError("INADMISSIBLE")`` unless a worker is free, since measuring and training must not share
-        cores."""
-        entry = self._federation.regions[region]
-        held = sum(lasting_workers_now(job).get(region, 0) for job in self._federation.jobs.values())
-        if entry.catalogue is not None and held >= entry.catalogue.capacity.workers:
-            text = f"region {region} has no free worker; {held} are in use"
-            raise GeofedError("INADMISSIBLE", text, hint="wait for a job to end")
+        """Raise ``GeofedError("INADMISSIBLE")`` unless a worker is free, and a device where workers have some, since
+        measuring and training must not share cores."""
+        catalogue, index = self._federation.regions[region].catalogue, self._federation.changes.index
+        if catalogue is None:
+            return
+        there = {"worker": catalogue.capacity.workers, "device": catalogue.capacity.shared_devices}
+        held = {"worker": index.lasting(region), "device": index.lasting(devices_of(region))}
+        for what, count in there.items():
+            if count is not None and held[what] >= count:
+                text = f"region {region} has no free {what}; {held[what]} are in use"
+                raise GeofedError("INADMISSIBLE", text, hint="wait for a job to end")
 
     def memory_mb(self, region: str, spec: JobSpec, weight: WeightRow | None) -> int:
         """Return the memory to measure with: the job's, or what a plan gives a worker of a model so large.

@@ -19,7 +19,7 @@ from datetime import timedelta
 
 import structlog
 
-from control_plane.service.measuring._known import Learnt, counts_labels, task_keys
+from control_plane.service.measuring._known import Learnt, counts_labels, gpu_lacks_of, task_keys
 from control_plane.service.measuring._measurements import MeasurementFailed, Measurements
 from control_plane.service.rpc._wire import client_rounds
 from control_plane.service.state._federation import Federation
@@ -67,6 +67,10 @@ _NO_LINE = ("the backward pass", "the optimiser's step")
 """Calls that raise outside of the task's own lines."""
 _SURROUNDINGS = re.compile(r"CUDA|cuDNN|CUBLAS|NCCL|memory|connect|download|No space", re.IGNORECASE)
 """Messages of `_STEP_ERRORS` that may be due to the environment."""
+_GPU_MEMORY = "GPU_MEMORY"
+"""Code of a step that does not fit into the GPU's memory, which may fit into that of another region."""
+_LACKS_SECONDS = 86_400.0
+"""Time for which plans keep out a region whose GPU was too small: it may get another one."""
 _INCOMPLETE = re.compile(r"does not define|there is no task module|\breturned\b|must return")
 """Messages of TASK_INVALID that do not depend on the environment."""
 _OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|out of memory|can't allocate memory|OutOfMemoryError|MemoryError")
@@ -163,7 +167,11 @@ class Probing:
         return replace(learnt, note=self._note(learnt, keys[0]), parted=parted)
 
     async def _stored(self, keys: tuple[str, str]) -> Learnt:
-        return await self._federation.read(lambda store: Learnt(tuple(store.runs(*keys)), store.weight(keys[0])))
+        learnt = await self._federation.read(lambda store: Learnt(tuple(store.runs(*keys)), store.weight(keys[0])))
+        weight = learnt.weight
+        if weight is not None and self._federation.clock() > weight.at + _LACKS_SECONDS:
+            return replace(learnt, weight=replace(weight, gpu_lacks_json="{}"))
+        return learnt
 
     def _note(self, learnt: Learnt, key: str) -> str:
         """Return why no steps are timed, or what else went wrong; empty if there are runs of the task."""
@@ -382,6 +390,7 @@ class Probing:
             failed: errors in other regions, which are noted in the plan.
         """
         region, fault = command.region, _of_task(failed)
+        known = gpu_lacks_of(await self._federation.read(lambda store: store.weight(key)))
         elsewhere = f"{_ELSEWHERE}{fault.message}" if fault else ""
         row: WeightRow | None = None
         try:
@@ -389,7 +398,8 @@ class Probing:
                 async for report in reports:
                     if report.HasField("weight"):
                         row = _row(key, region, self._federation.clock(), report.weight)
-                        row = replace(row, note=_joined(row.note, elsewhere))
+                        lacks = _lacks(row, command.batch, known)
+                        row = replace(row, note=_joined(row.note, elsewhere), gpu_lacks_json=json.dumps(lacks))
                         await self._keep(row, name, report.weight)
             if row is None:
                 raise GeofedError("FRAME_INVALID", f"region {region} has not reported the model's size")
@@ -420,8 +430,8 @@ def _certain_fault(failed: Mapping[str, GeofedError], alone: bool, several_gpus:
     later.
     """
     for error in failed.values():
-        if error.code == "GPUS_TOO_FEW" and several_gpus:
-            # A job's workers are alike in all regions.
+        # A job's workers are alike in all regions.
+        if (error.code == "GPUS_TOO_FEW" and (alone or several_gpus)) or (error.code == _GPU_MEMORY and alone):
             return error
     reports = {region: error for region, error in failed.items() if error.code in _TASK_CODES}
     seen: set[str] = set()
@@ -461,10 +471,10 @@ def _is_everywhere(code: str, text: str) -> bool:
 
 
 def _step_error(row: WeightRow) -> GeofedError | None:
-    """Return the error of the task's code with which the probe's steps ended; None: they were timed, or something else
-    was in the way."""
+    """Return the error with which the probe's steps ended, of the task's code or the GPU's memory; None: they were
+    timed, or something else was in the way."""
     code, _, text = row.note.partition(f"; {_ELSEWHERE}")[0].partition(": ")
-    failed = row.steps_json == "[]" and code in _TASK_CODES
+    failed = row.steps_json == "[]" and code in (*_TASK_CODES, _GPU_MEMORY)
     return GeofedError(code, f"{row.region}: {text}") if failed else None
 
 
@@ -485,7 +495,19 @@ def _is_complete(weight: WeightRow | None) -> bool:
 def _lacked_memory(row: WeightRow) -> bool:
     """Whether the steps of a probe could not be timed for lack of memory."""
     lacked = row.note.startswith("FUNCTION_OUT_OF_MEMORY") or _OUT_OF_MEMORY.search(row.note) is not None
-    return lacked and not _is_complete(row)
+    return lacked and not row.note.startswith(_GPU_MEMORY) and not _is_complete(row)
+
+
+def _lacks(row: WeightRow, batch: int, known: Mapping[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
+    """Return the regions whose GPU is too small, with what a region's probe of a batch tells."""
+    code, _, text = row.note.partition(": ")
+    lacks = dict(known)
+    least, _ = lacks.get(row.region, (math.inf, ""))
+    if code == _GPU_MEMORY:
+        lacks[row.region] = int(min(least, batch)), text
+    elif _is_complete(row) and batch >= least:
+        del lacks[row.region]
+    return lacks
 
 
 def _row(key: str, region: str, at: float, reported: agent_pb2.TaskWeight) -> WeightRow:
@@ -495,7 +517,9 @@ def _row(key: str, region: str, at: float, reported: agent_pb2.TaskWeight) -> We
     """
     if not (0 < reported.model_bytes <= _MAX_BYTES and max(reported.parameters, reported.held_bytes) <= _MAX_BYTES):
         raise GeofedError("FRAME_INVALID", f"region {region} reported an implausible probe")
-    steps = [(step.batch, step.seconds) for step in reported.steps[:_MAX_STEPS] if _is_plausible(step)]
+    steps = [
+        (step.batch, step.seconds, step.device_bytes) for step in reported.steps[:_MAX_STEPS] if _is_plausible(step)
+    ]
     start = reported.start_seconds if 0 <= reported.start_seconds <= _MAX_SECONDS else 0.0
     left_out = len(steps) < len(reported.steps) or start != reported.start_seconds
     warning = f"FRAME_INVALID: region {region} reported implausible values of a probe, which are ignored"
@@ -524,4 +548,5 @@ def _money(usd: float) -> float:
 
 
 def _is_plausible(step: agent_pb2.TimedStep) -> bool:
-    return 1 <= step.batch <= _MAX_BATCH and _MIN_SECONDS <= step.seconds <= _MAX_SECONDS
+    fits = 1 <= step.batch <= _MAX_BATCH and step.device_bytes <= _MAX_BYTES
+    return fits and _MIN_SECONDS <= step.seconds <= _MAX_SECONDS

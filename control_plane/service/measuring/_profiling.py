@@ -84,7 +84,11 @@ class Profiling:
                 text = f"the agent of region {region} does not know `{feature}`"
                 raise GeofedError("INADMISSIBLE", text, hint="update it")
         weight = await self._federation.read(partial(Store.weight, task_key=key))
-        command = _command(region, self._measurements.memory_mb(region, spec, weight), spec, request)
+        entry = self._federation.regions[region]
+        asked = sorted(set(request.memories_mb)) or [self._measurements.memory_mb(region, spec, weight)]
+        if entry.catalogue is not None:
+            asked = sorted({entry.catalogue.capacity.function_mb(one) for one in asked})
+        command = _command(region, asked, spec, request)
         async with aclosing(self._measurements.run(agent_pb2.ToAgent(profile=command))) as reports:
             async for report in reports:
                 yield report
@@ -115,7 +119,9 @@ class Profiling:
             raise GeofedError("FRAME_INVALID", f"the profile of region {region}: {error}") from None
 
 
-def _command(region: str, memory_mb: int, spec: JobSpec, request: control_pb2.ProfileRequest) -> agent_pb2.ProfileTask:
+def _command(
+    region: str, memories_mb: list[int], spec: JobSpec, request: control_pb2.ProfileRequest
+) -> agent_pb2.ProfileTask:
     digest = hashlib.sha256(f"{request.request_id}\n{request.spec_json}\n{request.bundle_digest}".encode()).hexdigest()
     return agent_pb2.ProfileTask(
         id=f"profile-{digest[:16]}",
@@ -140,7 +146,7 @@ def _command(region: str, memory_mb: int, spec: JobSpec, request: control_pb2.Pr
         batch=spec.train.batch,
         evaluation_batch=spec.train.eval_batch or 0,
         seed=spec.train.seed,
-        memories_mb=sorted(set(request.memories_mb)) or [memory_mb],
+        memories_mb=memories_mb,
         limit_seconds=LIMIT_SECONDS,
         # A job that hides what single regions or samples contribute does not ask for that otherwise.
         labels=counts_labels(spec),

@@ -33,7 +33,7 @@ from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._quota import over_quota, rules_for, turn_of
 from control_plane.spec import JobSpec, to_demand
 from scheduler import Declined, Demand, Plan, Planner
-from scheduler.deadline import Gang, Reservation, allot_kinds, offer
+from scheduler.deadline import Gang, Reservation, allot_kinds, devices_of, offer
 
 __all__ = [
     "AdmittedJob",
@@ -41,6 +41,7 @@ __all__ = [
     "PendingAdmission",
     "free_workers",
     "frozen",
+    "has_room",
     "jobs_before",
     "turn_of_entry",
     "what_for",
@@ -95,8 +96,8 @@ class PendingAdmission:
     def answer(self) -> Answer:
         """Plan the job. It is declined if it cannot run, cannot meet its deadline, or exceeds its user's quota."""
         # Prefer a plan without workers that inelastic jobs hold; if there is none, plan with those too, and wait.
-        fixed = self.draft.fixed_workers()
-        planners = [self._planner(busy) for busy in ([fixed, {}] if fixed else [{}])]
+        fixed, devices = self.draft.fixed_workers(), self.draft.fixed_devices()
+        planners = [self._planner(*busy) for busy in ([(fixed, devices), ({}, {})] if fixed else [({}, {})])]
         demands = self._demands()
         refusals: list[Declined] = []
         for step, demand in enumerate(demands):
@@ -151,9 +152,9 @@ class PendingAdmission:
         steps = [to_demand(self.spec, self.job, now, deadline=step.deadline) for step in soft]
         return [hard, *steps, replace(hard, deadline_seconds=None)]
 
-    def _planner(self, busy: dict[str, int]) -> Planner:
+    def _planner(self, busy: dict[str, int], devices: dict[str, int]) -> Planner:
         snapshot = snapshot_of(self.draft.regions.values(), (), self.learnt, self.spec.train.batch)
-        return Planner(replace(snapshot, busy_workers=busy))
+        return Planner(replace(snapshot, busy_workers=busy, busy_devices=devices))
 
     def _offered(self, planner: Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Reservation]] | Declined:
         """Return the plan, the job's gang, and the workers reserved for all promises with it.
@@ -226,9 +227,9 @@ class PendingAdmission:
         draft, together = self.draft, self._near(chosen)
         gangs = [*self.gangs_of(draft, together), new]
         now = allot_kinds(draft.at, together.lasting, together.preemptible, gangs, before=held)
-        need, preemptible = new.workers(now.pace(new.name)), new.name in now.preemptible
-        free = free_workers(draft, need, preemptible=preemptible)
-        available = need and all(count <= free.get(region, 0) for region, count in need.items())
+        pace, preemptible = now.pace(new.name), new.name in now.preemptible
+        need = new.workers(pace)
+        available = need and has_room(draft, new, pace, preemptible=preemptible)
         before = jobs_before(draft, chosen, new.name, self.user, turn_of(new), self.served)
         waits_for = "" if available else what_for(chosen, before)
         ends = None if math.isinf(new.deadline_s) else new.deadline_s
@@ -252,16 +253,23 @@ def _inputs_of(draft: Draft, region: str) -> object:
     entry = draft.region(region)
     if entry is None or not entry.state.takes_new_jobs:
         return None
-    return entry.catalogue, draft.fixed(region)
+    return entry.catalogue, draft.fixed(region), draft.fixed(devices_of(region))
 
 
 def free_workers(draft: Draft, regions: Iterable[str], *, preemptible: bool = False) -> dict[str, int]:
-    """Return the workers of usable regions that no job has or was commanded to have."""
+    """Return the workers of usable regions, and the devices (`devices_of`), that no job has or was commanded to
+    have."""
     known = [entry for region in regions if (entry := draft.region(region)) is not None]
     there = (preemptible_of if preemptible else capacities_of)(known)
     return {
         name: capacity.devices - draft.busy(name, preemptible=preemptible) for name, capacity in there.items()
     }  # fmt: skip
+
+
+def has_room(draft: Draft, gang: Gang, pace: int, *, preemptible: bool) -> bool:
+    """Whether no job has the workers and devices that a gang needs for a pace."""
+    free = free_workers(draft, gang.workers(pace), preemptible=preemptible)
+    return all(count <= free.get(row, 0) for row, count in gang.needs(pace).items())
 
 
 def jobs_before(

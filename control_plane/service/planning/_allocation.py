@@ -21,6 +21,7 @@ from control_plane.service.planning._admission import (
     PendingAdmission,
     free_workers,
     frozen,
+    has_room,
     jobs_before,
     turn_of_entry,
     what_for,
@@ -172,7 +173,7 @@ class Allocation:
         for name, gang in sorted(gangs.items(), key=lambda item: turn_of(item[1])):
             entry = _entry(draft, name)
             if entry.state.phase == "queued":
-                self._begin_or_wait(draft, entry, gang.workers(answer.pace(name)), name in answer.preemptible)
+                self._begin_or_wait(draft, entry, gang, answer.pace(name), name in answer.preemptible)
 
     def reported(self, draft: Draft, job: str) -> None:
         """Pass an agent's report to the tuner of a tuned job."""
@@ -290,14 +291,13 @@ class Allocation:
         by_itself = pace > gang.held >= 0 or reason == watched.reason
         watched.changed(draft.at, by_itself=by_itself or (moves and preemptible))
 
-    def _begin_or_wait(self, draft: Draft, entry: JobEntry, workers: Mapping[str, int], preemptible: bool) -> None:
-        wanted, served = planned_workers(entry.plan), self._served(draft)
+    def _begin_or_wait(self, draft: Draft, entry: JobEntry, gang: Gang, pace: int, preemptible: bool) -> None:
+        wanted, served, workers = planned_workers(entry.plan), self._served(draft), gang.workers(pace)
         free = free_workers(draft, wanted)
         absent = [region for region in wanted if region not in free]
         closed = [name for name in wanted if name not in absent and not draft.regions[name].state.takes_new_jobs]
         # Workers count as free only after the jobs that give them up were commanded to.
-        free_for_it = free_workers(draft, wanted, preemptible=True) if preemptible else free
-        available = all(count <= free_for_it.get(region, 0) for region, count in workers.items())
+        available = has_room(draft, gang, pace, preemptible=preemptible)
         if not absent and not closed and workers and available:
             begin(draft, entry, workers, preemptible=preemptible)
             return

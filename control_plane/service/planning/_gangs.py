@@ -14,7 +14,7 @@ from control_plane.service.planning._scaling import begins_with, is_tuned, tuned
 from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import JobSpec, to_demand
 from scheduler import Plan, Staffed, pace, paces
-from scheduler.deadline import DeviceCapacity, Gang, StaffingPace
+from scheduler.deadline import DeviceCapacity, Gang, StaffingPace, devices_of
 
 __all__ = [
     "capacities_of",
@@ -38,23 +38,29 @@ ENDING_SECONDS = 5.0
 
 
 def capacities_of(regions: Iterable[RegionEntry]) -> dict[str, DeviceCapacity]:
-    """Return the workers of usable regions: live ones, and unreachable ones whose lease has not expired."""
-    return {
-        entry.row.name: DeviceCapacity(entry.catalogue.capacity.workers)
-        for entry in regions
-        if entry.catalogue is not None and entry.state.phase in ("live", "unreachable")
-    }
+    """Return the workers of usable regions, live ones and unreachable ones whose lease has not expired; and, by
+    `devices_of` a region, the devices that these workers share."""
+    found = {}
+    for entry in regions:
+        if entry.catalogue is not None and entry.state.phase in ("live", "unreachable"):
+            capacity = entry.catalogue.capacity
+            found[entry.row.name] = DeviceCapacity(capacity.workers)
+            if capacity.shared_devices is not None:
+                found[devices_of(entry.row.name)] = DeviceCapacity(capacity.shared_devices)
+    return found
 
 
 def preemptible_of(regions: Iterable[RegionEntry]) -> dict[str, DeviceCapacity]:
-    """Return the preemptible workers of usable regions."""
-    return {
-        entry.row.name: DeviceCapacity(entry.catalogue.capacity.preemptible)
-        for entry in regions
-        if entry.catalogue is not None
-        and entry.catalogue.capacity.preemptible
-        and entry.state.phase in ("live", "unreachable")
-    }
+    """Return the same of preemptible workers, for each of which one device is kept."""
+    found = {}
+    for entry in regions:
+        if entry.catalogue is not None and entry.state.phase in ("live", "unreachable"):
+            capacity = entry.catalogue.capacity
+            if capacity.preemptible:
+                found[entry.row.name] = DeviceCapacity(capacity.preemptible)
+                if capacity.shared_devices is not None:
+                    found[devices_of(entry.row.name)] = DeviceCapacity(capacity.preemptible)
+    return found
 
 
 def is_elastic(entry: JobEntry) -> bool:
@@ -122,7 +128,7 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
     if state.phase == "cancelling" and held:
         return Gang(
             entry.row.id,
-            (StaffingPace(held, 1.0),),
+            (_with_devices(held, 1.0, entry.plan, regions),),
             ENDING_SECONDS,
             held=0,
             fixed=True,
@@ -266,7 +272,7 @@ def _ways(
     staffed = staffed_of(chosen, workers, regions, speeds, merges)
     if len(staffed) < len(workers):
         # A region is not known any more: assume the slowest speed of the plan.
-        return (StaffingPace(dict(workers), chosen.rounds / chosen.estimate.seconds.high),)
+        return (_with_devices(workers, chosen.rounds / chosen.estimate.seconds.high, chosen, regions),)
     if tuned and not elastic:
         batches = {part.region: part.batch for part in chosen.partitions}
         staffed = [replace(one, batch=batches[one.region] * one.workers) for one in staffed]
@@ -281,7 +287,22 @@ def _ways(
         usual = staffed_of(chosen, planned_workers(chosen), regions, {})
         rate = pace(usual, chosen.exchange_seconds, chosen.background)
         caution = max(1.0, chosen.estimate.seconds.high * rate / chosen.rounds)
-    return tuple(StaffingPace(dict(ways), rate / caution) for ways, rate in found)
+    return tuple(_with_devices(ways, rate / caution, chosen, regions) for ways, rate in found)
+
+
+def _with_devices(
+    workers: Mapping[str, int], rate: float, chosen: Plan, regions: Mapping[str, RegionEntry]
+) -> StaffingPace:
+    """Return a pace with the devices of its workers in regions that count them."""
+    devices = {
+        part.region: workers[part.region] * part.devices
+        for part in chosen.partitions
+        if part.region in workers
+        and (known := regions.get(part.region)) is not None
+        and known.catalogue is not None
+        and known.catalogue.capacity.shared_devices is not None
+    }
+    return StaffingPace(dict(workers), rate, devices)
 
 
 def _index(ways: tuple[StaffingPace, ...], wanted: Mapping[str, int]) -> int:

@@ -27,7 +27,7 @@ class Near:
 
     entries: Mapping[str, JobEntry]
     lasting: Mapping[str, DeviceCapacity]
-    """Regular workers of the usable regions, without those of other jobs."""
+    """Regular workers of the usable regions, and their devices (`devices_of`), without those of other jobs."""
     preemptible: Mapping[str, DeviceCapacity]
 
     standing: Mapping[str, object]
@@ -90,7 +90,7 @@ def _left(
     *,
     preemptible: bool,
 ) -> dict[str, DeviceCapacity]:
-    """Return the workers that the other jobs leave."""
+    """Return the workers and devices that the other jobs leave."""
     left = {}
     for region, capacity in capacities.items():
         own = sum(use.workers.get(region, 0) for use in uses.values() if use.preemptible == preemptible)
@@ -106,9 +106,9 @@ def _left(
 
 
 def _promised(held: Reservation) -> dict[str, int]:
-    """Return the most workers by region that a job is promised at any time."""
+    """Return the most workers by region, and devices, that a job is promised at any time."""
     most: dict[str, int] = {}
     for pace in set(held.pace_indices) - {-1} if held.ladder else ():
-        for region, count in held.ladder[pace].workers.items():
+        for region, count in held.ladder[pace].needs.items():
             most[region] = max(most.get(region, 0), count)
     return most

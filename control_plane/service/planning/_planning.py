@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from control_plane.core import Copy, Goal, InitialModel, JobState, Keep, Partition
 from control_plane.service.measuring._known import (
     Learnt,
+    gpu_bytes_of,
+    gpu_lacks_of,
     merges_of,
     probed_speeds,
     speeds_of,
@@ -37,10 +39,13 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
         else:
             absent.append(entry.row.name)
     busy: dict[str, int] = {}
+    devices: dict[str, int] = {}
     for job in jobs:
         if not job.state.terminal:
-            for region, workers in lasting_workers_now(job).items():
-                busy[region] = busy.get(region, 0) + workers
+            has = lasting_workers_now(job)
+            for total, part in ((busy, has), (devices, devices_held(job.plan, has))):
+                for region, count in part.items():
+                    total[region] = total.get(region, 0) + count
     runs, weight = learnt.runs, learnt.weight
     profiles = profiles_of(runs)
     speeds, guessed = speeds_of(runs, batch, profiles)
@@ -55,6 +60,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
         regions=tuple(live),
         absent=tuple(sorted(absent)),
         busy_workers=busy,
+        busy_devices=devices,
         speeds=speeds,
         other_batch=guessed,
         profiled=frozenset(speeds) - ran,
@@ -65,6 +71,8 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
         start_probed=started is None,
         start_of_run=started is not None and not started.profile_json,
         probed=probed_speeds(weight, batch),
+        gpu_bytes=gpu_bytes_of(weight),
+        gpu_lacks=gpu_lacks_of(weight),
         profiles=profiles,
         started=starts_of(runs),
         round_end_seconds=_told(runs, "round_end_seconds"),
@@ -88,6 +96,12 @@ def workers_now(job: JobEntry) -> dict[str, int]:
         return {}
     asked = {part.region: part.workers for part in job.state.partitions if part.workers is not None}
     return {part.region: part.workers for part in job.plan.partitions} | asked
+
+
+def devices_held(chosen: Plan, workers: Mapping[str, int]) -> dict[str, int]:
+    """Return the devices that so many workers of a plan hold, by region; regions without devices are left out."""
+    each = {part.region: part.devices for part in chosen.partitions}
+    return {region: count * each[region] for region, count in workers.items() if each.get(region)}
 
 
 def on_preemptible(job: JobEntry) -> bool:

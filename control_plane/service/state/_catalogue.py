@@ -32,6 +32,8 @@ _MOST_WORKERS = 1024
 """Most workers, as in the region file."""
 _MOST_MEMORY_MB = 32 << 20
 """Most memory of a function: 32 TiB, more than any machine that is rented out has."""
+_MOST_SLICE_SECONDS = 86_400.0
+"""Longest slice of a platform that ends functions: a day, more than any function service gives."""
 _MOST_CORES = 1 << 16
 """Most cores that functions share; a machine has hundreds."""
 _MOST_SAMPLES_PER_SECOND = 1e9
@@ -107,6 +109,12 @@ def _capacity_faults(catalogue: Catalogue) -> Iterator[str]:
     yield from _outside("capacity.preemptible", capacity.preemptible, 0, _MOST_WORKERS)
     yield from _outside("capacity.memory_mb", capacity.memory_mb, 1, _MOST_MEMORY_MB)
     yield from _outside("capacity.cores", capacity.cores, 0, _MOST_CORES)
+    yield from _outside("capacity.least_memory_mb", capacity.least_memory_mb, 1, capacity.memory_mb)
+    yield from _outside("capacity.memory_step_mb", capacity.memory_step_mb, 1, capacity.memory_mb)
+    if capacity.memory_mb % max(1, capacity.memory_step_mb):
+        yield "capacity.memory_mb: no multiple of capacity.memory_step_mb"
+    if capacity.slice_seconds is not None:
+        yield from _outside("capacity.slice_seconds", capacity.slice_seconds, 0, _MOST_SLICE_SECONDS)
     if (devices := capacity.devices) is not None:
         yield from _outside("capacity.devices.count", devices.count, 1, _MOST_WORKERS)
         if devices.of_function is not None:

@@ -48,6 +48,7 @@ from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.security.audit import AuditBroken, Head, bounded_facts
 from scheduler import LinkTable, Plan
+from scheduler.deadline import devices_of
 
 AUDITED = frozenset({
     "authority.rotated", "control-plane.started", "job.cancelling", "job.deleted", "job.renamed", "job.replanned",
@@ -162,6 +163,10 @@ class Draft:
     def fixed_workers(self) -> dict[str, int]:
         """Return the same of all regions where there are any."""
         return {name: fixed for name in self.regions if (fixed := self.fixed(name))}
+
+    def fixed_devices(self) -> dict[str, int]:
+        """Return the devices of these workers, by region."""
+        return {name: fixed for name in self.regions if (fixed := self.fixed(devices_of(name)))}
 
     def unpromised_seconds(self) -> dict[str, float]:
         """Return the worker seconds of active jobs without a promised deadline, by user, with the draft's changes."""

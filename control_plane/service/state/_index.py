@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from control_plane.service.jobs._result import unpromised_worker_seconds
 from control_plane.service.planning._gangs import may_scale
-from control_plane.service.planning._planning import on_preemptible, workers_now
+from control_plane.service.planning._planning import devices_held, on_preemptible, workers_now
 from control_plane.service.state._entries import JobEntry
+from scheduler.deadline import devices_of
 
 __all__ = ["JobIndex", "Use", "regions_of", "use_of"]
 
@@ -18,7 +19,7 @@ class Use:
     """What one job occupies. Its workers do not count any more once it uploads its model."""
 
     workers: dict[str, int]
-    """Workers by region that it has or was commanded to have."""
+    """Workers by region that it has or was commanded to have; and their devices, by `devices_of` the region."""
     preemptible: bool
     """Whether these are preemptible."""
     fixed: bool
@@ -39,8 +40,10 @@ def use_of(entry: JobEntry) -> Use:
     """Return what a job occupies."""
     state = entry.state
     parts = tuple((p.workers, p.link, p.preemptible, p.preempted, p.state == "finished") for p in state.partitions)
+    workers = {} if state.phase == "finishing" else workers_now(entry)
+    devices = devices_held(entry.plan, workers)
     return Use(
-        {} if state.phase == "finishing" else workers_now(entry),
+        {**workers, **{devices_of(region): count for region, count in devices.items()}},
         on_preemptible(entry),
         not may_scale(entry.spec, entry.plan),
         entry.row.user,

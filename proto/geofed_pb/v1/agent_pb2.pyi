@@ -782,12 +782,14 @@ class TaskWeight(_message.Message):
     def __init__(self, parameters: _Optional[int] = ..., model_bytes: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TimedStep, _Mapping]]] = ..., start_seconds: _Optional[float] = ..., usd: _Optional[float] = ..., note: _Optional[str] = ..., last: bool = ..., held_bytes: _Optional[int] = ..., batch_norms: _Optional[_Iterable[str]] = ..., labels: _Optional[_Mapping[int, int]] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class TimedStep(_message.Message):
-    __slots__ = ("batch", "seconds")
+    __slots__ = ("batch", "seconds", "device_bytes")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     batch: int
     seconds: float
-    def __init__(self, batch: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    device_bytes: int
+    def __init__(self, batch: _Optional[int] = ..., seconds: _Optional[float] = ..., device_bytes: _Optional[int] = ...) -> None: ...
 
 class Happening(_message.Message):
     __slots__ = ("job", "at", "kind", "text", "data_json")

@@ -88,6 +88,8 @@ class Config:
     image is one of the engine's. Empty: replicas are processes."""
     docker_network: str = ""
     """Network of the containers; empty: one of the gateway's own, from which only this machine is reached."""
+    docker_gpus: int = 0
+    """GPUs of the engine's machine that each container sees."""
     kubernetes: KubernetesGateway | None = None
     """The section ``gateway`` of a region file with the kind ``kubernetes``: replicas are Jobs of its cluster."""
     serverless: LambdaGateway | ScfGateway | None = None

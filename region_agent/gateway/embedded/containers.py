@@ -167,9 +167,10 @@ class ContainerProvider(Provider):
     def _run(self, running: Running) -> Container:
         """Create and start a replica's container. Blocks."""
         from docker.errors import ImageNotFound
+        from docker.types import DeviceRequest
 
         assert self._engine is not None
-        spec, limits = running.spec, running.limits
+        spec, limits, gpus = running.spec, running.limits, self.config.docker_gpus
         grants = Grants.of(spec)
         volumes = {path: {"bind": path, "mode": "ro"} for path in grants.read}
         volumes |= {path: {"bind": path, "mode": "rw"} for path in grants.write}
@@ -191,6 +192,8 @@ class ContainerProvider(Provider):
             volumes=volumes,
             mem_limit=limits.memory_bytes,
             memswap_limit=limits.memory_bytes,
+            # Of the same memory. The engine's 64 MB are too few for processes that pass each other tensors.
+            shm_size=limits.memory_bytes,
             nano_cpus=int(parse_cpu(cpu) * 1e9) if cpu else None,
             pids_limit=_MOST_PROCESSES,
             read_only=True,
@@ -199,6 +202,7 @@ class ContainerProvider(Provider):
             security_opt=["no-new-privileges"],
             restart_policy={"Name": "no"},
             log_config=_ENGINE_LOG,
+            device_requests=[DeviceRequest(count=gpus, capabilities=[["gpu"]])] if gpus else None,
         )  # fmt: skip
         try:
             container = create()

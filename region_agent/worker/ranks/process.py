@@ -73,6 +73,8 @@ def _served(rank: _Rank, request: Request, connection: Connection) -> Fault | No
             connection.send(rank.step(request))
     except GeofedError as error:
         return Fault(error.code, error.message, error.hint)
+    except torch.OutOfMemoryError:
+        return Fault("GPU_MEMORY", "the GPU of a rank ran out of memory", None)
     except MemoryError:
         return Fault("FUNCTION_OUT_OF_MEMORY", "a rank of the worker ran out of memory", None)
     except Exception as error:  # noqa: BLE001 - every failure must be answered with its code

@@ -14,6 +14,7 @@ import time
 import pytest
 
 from control_plane._view import round_rows
+from control_plane.cli.commands.region import regions_table
 from tests.control_plane.cli.conftest import HOLD, ROOT, Federation, Run
 
 pytestmark = pytest.mark.processes
@@ -114,3 +115,19 @@ def test_top_is_redrawn_on_a_terminal_until_it_is_interrupted(live: Federation) 
         assert process.wait(10) == 130
     os.close(master)
     assert b"Ctrl-C ends the view" in shown
+
+
+def test_devices_are_a_column_where_a_region_has_any() -> None:
+    def shown(name: str, devices: dict[str, object] | None) -> dict[str, object]:
+        return {
+            "name": name, "cloud": "test", "state": "live", "capacity": {"workers": 4, "devices": devices},
+            "datasets": [], "isolation": "", "last_contact": None, "agent_version": "", "condition": "",
+        }  # fmt: skip
+
+    plain = shown("east", None)
+    with_devices = shown("west", {"kind": "NVIDIA H100", "count": 4, "memory_mb": 81920})
+    never_connected = {**shown("north", None), "capacity": None}
+    assert "DEVICES" not in regions_table([plain, never_connected])
+    head, *rows = regions_table([plain, with_devices, never_connected]).splitlines()
+    assert "DEVICES" in head
+    assert [row.count("4 x NVIDIA H100") for row in rows] == [0, 1, 0]

@@ -133,6 +133,25 @@ def test_an_image_is_pulled_and_the_engines_log_is_bounded(engine: Engine, tmp_p
     assert engine.created[0]["log_config"] == {"type": "json-file", "config": {"max-size": "10m", "max-file": "1"}}
 
 
+def test_shared_memory_is_as_large_as_the_functions_memory(engine: Engine, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        provider = _provider(tmp_path)
+        await provider.start()
+        spec = FunctionSpec("f", "here", limits={"memory": "512Mi"})
+        provider._run(Running.create("f-1", spec, provider.config, None))
+
+    asyncio.run(scenario())
+    assert engine.created[0]["shm_size"] == engine.created[0]["mem_limit"] == 512 * 2**20
+
+
+def test_containers_see_the_gpus_that_the_region_states(engine: Engine, tmp_path: Path) -> None:
+    _ran(_provider(tmp_path), "here")
+    _ran(ContainerProvider(Config(tmp_path / "gpus", docker="unix:///engine", docker_gpus=4)), "here")
+    none, (request,) = (one["device_requests"] for one in engine.created)
+    assert none is None
+    assert (request["Count"], request["Capabilities"]) == (4, [["gpu"]])
+
+
 def _followed(provider: ContainerProvider, parts: list[bytes], secrets: tuple[str, ...] = ()) -> tuple[int, list[str]]:
     """Return how many parts were read while the gateway was busy, and all lines that it has in the end."""
     container, spec = Container(parts, fails=False), FunctionSpec("f", "image", secrets=secrets)

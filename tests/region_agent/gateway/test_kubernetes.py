@@ -102,6 +102,9 @@ async def test_a_replica_is_a_job_that_may_do_nothing_but_work(cluster: Cluster,
         assert spec["securityContext"]["runAsUser"] == 10001
         assert container["securityContext"]["readOnlyRootFilesystem"]
         assert container["resources"]["limits"] == {"cpu": "4", "memory": "512Mi", "nvidia.com/gpu": "2"}
+        assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+        shared = {"medium": "Memory", "sizeLimit": "512Mi"}
+        assert {"name": "shm", "emptyDir": shared} in spec["volumes"], "of the container's own memory"
         # Who may read Jobs and pods learns nothing of the job's values.
         assert "hidden" not in json.dumps([job, pod])
         assert secret["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]

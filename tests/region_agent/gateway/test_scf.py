@@ -267,7 +267,7 @@ def _region(service: Service, **changes: Any) -> RegionConfig:
     return RegionConfig.model_validate(
         {
             "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "south"}, "cloud": "test",
-            "capacity": {"workers": 4, "memoryMb": 1000}, "prices": None, "gateway": gateway, **changes,
+            "capacity": {"workers": 4, "memoryMb": 1024}, "prices": None, "gateway": gateway, **changes,
         }
     )  # fmt: skip
 

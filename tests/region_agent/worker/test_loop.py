@@ -218,7 +218,7 @@ def test_a_gpu_without_memory_is_told_as_such(place: Server, script: Script) -> 
     task = LINEAR_TASK.replace("    x, y = batch\n", "    raise torch.OutOfMemoryError('CUDA out of memory')\n", 1)
     outcome = call(_invocation(place, task))
     assert (outcome.code, outcome.message) == (
-        "FUNCTION_OUT_OF_MEMORY", "the GPU ran out of memory in loss at "
+        "GPU_MEMORY", "the GPU ran out of memory in loss at "
         f"task.py:{_line_of(task, 'OutOfMemoryError')} (raise torch.OutOfMemoryError('CUDA out of memory'))",
     )  # fmt: skip
     assert "train.accumulate" in outcome.hint

@@ -127,7 +127,9 @@ def _pod_of(name: str, spec: FunctionSpec, settings: KubernetesGateway, env: Map
         KeyToPath(key=f"file.{one}", path=one) for one in spec.secrets
     ]))] if spec.secrets else []  # fmt: skip
     scratch = Volume(name="tmp", emptyDir=EmptyDirVolumeSource(sizeLimit=f"{settings.scratch_mb}M"))
-    mounts = [VolumeMount(name="tmp", mountPath="/tmp")]
+    # Of the container's own memory. A node's 64 MB are too few for processes that pass each other tensors.
+    shared = Volume(name="shm", emptyDir=EmptyDirVolumeSource(medium="Memory", sizeLimit=spec.limits.get("memory")))
+    mounts = [VolumeMount(name="tmp", mountPath="/tmp"), VolumeMount(name="shm", mountPath="/dev/shm")]
     if secret:
         mounts.append(VolumeMount(name="secrets", mountPath=_SECRETS, readOnly=True))
     container = Container(
@@ -143,7 +145,7 @@ def _pod_of(name: str, spec: FunctionSpec, settings: KubernetesGateway, env: Map
     )
     return PodSpec(
         containers=[container],
-        volumes=[scratch, *secret],
+        volumes=[scratch, shared, *secret],
         restartPolicy="Never",
         terminationGracePeriodSeconds=_GRACE_SECONDS,
         automountServiceAccountToken=False,

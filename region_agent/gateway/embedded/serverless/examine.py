@@ -17,11 +17,6 @@ _MARK = "doctor"
 _POLL_SECONDS = 0.5
 
 
-def _rounded(config: RegionConfig) -> int:
-    step = config.platform.memory_step_mb
-    return -(-config.capacity.memory_mb // step) * step
-
-
 async def examine_functions(config: RegionConfig, gateway: LambdaGateway | ScfGateway) -> str:
     """Return what was found; raises ``GeofedError`` for what would keep functions from running.
 
@@ -29,7 +24,7 @@ async def examine_functions(config: RegionConfig, gateway: LambdaGateway | ScfGa
     """
     run, limit = secrets.token_hex(3), gateway.start_seconds
     tags = {GATEWAY_TAG: _MARK, RUN_TAG: run, "geofed.region": config.name}
-    function = Hosted(f"geofed-{_MARK}-{run}-f1", gateway.image, _rounded(config), tags)
+    function = Hosted(f"geofed-{_MARK}-{run}-f1", gateway.image, config.capacity.memory_mb, tags)
 
     def examined() -> str:
         begun = time.monotonic()

@@ -249,6 +249,19 @@ def test_the_workers_own_process_is_the_first_of_its_gpus(monkeypatch: Any) -> N
     assert raised.value.code == "GPUS_TOO_FEW"
 
 
+def test_a_worker_that_sees_fewer_gpus_than_are_billed_computes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    federation = Federation(tmp_path, ("east",), steps_per_round=STEPS, rounds=ROUNDS)
+    (tmp_path / "data.bin").write_bytes(b"x")
+    outcome = call(invocation(federation.regions["east"].place, "raise", tmp_path / "data.bin", billed_gpus=1))
+    text = "the region bills 1 GPU for a worker, and a function sees none"
+    assert (outcome.status, outcome.code, outcome.message) == ("failed", "GPUS_TOO_FEW", text)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert len(devices_seen("auto", billed=2)) == 2
+    with pytest.raises(GeofedError, match="bills 4 GPUs for a worker, and a function sees 2"):
+        devices_seen("auto", billed=4)
+
+
 def test_gpus_that_are_not_there_are_refused_before_the_task_is_loaded(tmp_path: Path, monkeypatch: Any) -> None:
     assert devices_seen("auto") == devices_seen(1) == (torch.device("cpu"),)
     federation = Federation(tmp_path, ("east",), steps_per_round=STEPS, rounds=ROUNDS)

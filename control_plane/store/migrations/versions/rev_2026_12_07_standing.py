@@ -3,8 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision = "2026_12_06_standing"
-down_revision = "2026_12_05_labels"
+revision = "2026_12_07_standing"
+down_revision = "2026_12_06_gpu_lacks"
 branch_labels = None
 depends_on = None
 
