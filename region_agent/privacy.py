@@ -14,6 +14,7 @@ from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from sync.collective import collective_named
 from sync.histograms import by_category, without_small_counts
+from sync.policy import policy_named
 from sync.private import LedgerRow, PrivacyLedger, Release, affordable, epsilon_of
 from sync.wan import ExchangeSettings
 
@@ -104,13 +105,13 @@ class PrivacyGuard:
         if held is None or "train" not in held.splits or any(ref.region != self._config.name for ref in plan.shards):
             raise GeofedError("CONFIG_INVALID", "with differential privacy each region trains on its own shard")
         sampled = bool(settings.sampled)
-        if sampled and not _steps_are_whole(plan):
-            raise GeofedError("CONFIG_INVALID", "these workers cannot add noise to the gradients of samples")
+        if reason := _what_loses_noise(command, sampled=sampled):
+            raise GeofedError("CONFIG_INVALID", f"noise of the level {_level(sampled)} cannot be added with {reason}")
         rate = self._rate(command.job, plan, held.splits["train"].samples) if sampled else 1.0
         release = Release.of(settings.noise, rate, sampled=sampled)
         planned = plan.rounds * (plan.steps_per_round if sampled else 1)
         asked = LedgerRow(
-            command.job, dataset, "sample" if sampled else "region", release.noise, release.rate, settings.delta,
+            command.job, dataset, _level(sampled), release.noise, release.rate, settings.delta,
             planned=planned, granted=planned, at=time.time(),
         )  # fmt: skip
         # Refused here without it, rather than when the first report is due.
@@ -221,11 +222,34 @@ class PrivacyGuard:
         return known[1]
 
 
-def _steps_are_whole(plan: agent_pb2.PartitionPlan) -> bool:
-    """Whether workers merge the whole gradients of a step, so that all parts of its noise are in the sum."""
+def _level(sampled: bool) -> str:
+    return "sample" if sampled else "region"
+
+
+def _what_loses_noise(command: agent_pb2.StartPartition, *, sampled: bool) -> str:
+    """Return what in a command would let updates leave without all of their noise, as text for users; "": nothing.
+
+    Job files with it are refused by an honest control plane already. Workers merge the whole gradients of a step only
+    with the settings that are left, so that all parts of its noise are in the sum.
+    """
+    plan, task = command.plan, command.task
+    if not policy_named(plan.wan_policy).sums:
+        return f"the policy {plan.wan_policy}"
+    if not sampled:
+        return ""
     method = None if plan.collective in ("", "auto") else collective_named(plan.collective)
-    exact = plan.merging_codec in ("", "fp32") and not plan.merging.get("staleness")
-    return not plan.HasField("pipeline") and exact and (method is None or method.shares == "mean")
+    refused = (
+        # Clients train by themselves, with their samples' plain gradients.
+        (task.HasField("clients"), "clients"),
+        (plan.HasField("pipeline"), "a pipeline"),
+        (plan.merging_codec not in ("", "fp32"), "a codec of gradients"),
+        (bool(plan.merging.get("staleness")), "a staleness of gradients"),
+        (method is not None and method.shares != "mean", f"the collective {plan.collective}"),
+        (task.precision not in ("", "fp32"), f"precision {task.precision}"),
+        (task.compile, "a compiled model"),
+        (task.gpus not in ("", "1"), "several GPUs of a worker"),
+    )
+    return next((text for is_refused, text in refused if is_refused), "")
 
 
 def _counted(rows: Iterable[LedgerRow]) -> list[tuple[Release, int]]:

@@ -19,6 +19,7 @@ from region_agent.cli import app
 from region_agent.config import RegionConfig
 from region_agent.partition.report import withhold, withhold_small_counts
 from region_agent.privacy import LEDGER, PrivacyGuard, accounts_of
+from region_agent.worker.invocation import read_invocation
 from sync.private import PrivacyLedger, Release, epsilon_of
 from sync.ps.execution.releases import Releases
 from sync.wan import ExchangeSettings
@@ -39,7 +40,8 @@ def config(budget: dict[str, float] | None = BUDGET, **dataset: Any) -> RegionCo
 
 def start(job: str = "job-1", dataset: str = "digits", rounds: int = 4, **numbers: float) -> agent_pb2.StartPartition:
     settings = {"noise": 4.0, "clip": 1.0, "delta": DELTA, **numbers}
-    plan = agent_pb2.PartitionPlan(workers=2, batch=10, rounds=rounds, steps_per_round=5, wan_settings=settings)
+    plan = agent_pb2.PartitionPlan(workers=2, batch=10, rounds=rounds, steps_per_round=5, wan_policy="ma")
+    plan.wan_settings.update(settings)
     task = agent_pb2.TaskRef(dataset=dataset)
     return agent_pb2.StartPartition(job=job, region="east", epoch=1, task=task, plan=plan, regions=["east", "west"])
 
@@ -182,21 +184,47 @@ def test_a_job_goes_on_with_its_own_rate_if_the_region_file_has_another_number_o
 @pytest.mark.parametrize(
     "change",
     [
-        lambda plan: plan.pipeline.SetInParent(),
-        lambda plan: setattr(plan, "merging_codec", "int8"),
-        lambda plan: plan.merging.update({"staleness": 1.0}),
-        lambda plan: setattr(plan, "collective", "isp"),
+        lambda start: start.plan.pipeline.SetInParent(),
+        lambda start: setattr(start.plan, "merging_codec", "int8"),
+        lambda start: start.plan.merging.update({"staleness": 1.0}),
+        lambda start: setattr(start.plan, "collective", "isp"),
+        lambda start: start.task.clients.MergeFrom(agent_pb2.ClientRounds(fraction=1.0, steps=5, batch=4)),
+        lambda start: setattr(start.task, "precision", "fp16"),
+        lambda start: setattr(start.task, "compile", True),
+        lambda start: setattr(start.task, "gpus", "auto"),
     ],
-    ids=["pipeline", "codec", "staleness", "isp"],
+    ids=["pipeline", "codec", "staleness", "isp", "clients", "precision", "compile", "gpus"],
 )
 def test_workers_that_could_not_add_all_of_the_noise_get_no_samples(
-    tmp_path: Path, change: Callable[[agent_pb2.PartitionPlan], object]
+    tmp_path: Path, change: Callable[[agent_pb2.StartPartition], object]
 ) -> None:
     command = start(sampled=1.0)
-    change(command.plan)
+    change(command)
     assert refusal(PrivacyGuard(config(), tmp_path), command).code == "CONFIG_INVALID"
     command.plan.wan_settings["sampled"] = 0.0
     PrivacyGuard(config(), tmp_path).admit(command)
+
+
+@pytest.mark.parametrize("sampled", [0.0, 1.0])
+def test_a_policy_that_gives_out_changes_under_way_gets_no_samples(tmp_path: Path, sampled: float) -> None:
+    command = start(sampled=sampled)
+    command.plan.wan_policy = "asgd"
+    error = refusal(PrivacyGuard(config(), tmp_path), command)
+    assert (error.code, "the policy asgd" in error.message) == ("CONFIG_INVALID", True)
+
+
+@pytest.mark.parametrize("other", [{"clients": {"fraction": 1.0, "steps": 5, "batch": 4}}, {"stages": [[0, 1]]}])
+def test_a_worker_takes_no_call_in_which_others_would_make_its_private_steps(other: dict[str, Any]) -> None:
+    private = {"clip": 1.0, "noise": 1.0, "rate": 0.1, "key": "0" * 64}
+    text = dict.fromkeys(("job", "region", "token", "ps_address", "ps_name", "ca_pem", "channel"), "x")
+    text |= dict.fromkeys(("channel_address", "bundle_key", "module"), "x")
+    numbers = {"worker": 0, "workers": 1, "attempt": 1, "region_batch": 4, "steps_per_round": 1, "rounds": 1, "seed": 1}
+    call = {**text, **numbers, "slice_seconds": 5.0, "config": {}, "splits": {}, "private": private}
+    assert read_invocation(json.dumps(call).encode()).private is not None
+    with pytest.raises(GeofedError) as told:
+        read_invocation(json.dumps(call | other).encode())
+    assert told.value.code == "CONFIG_INVALID"
+    read_invocation(json.dumps(call | other | {"private": None}).encode())
 
 
 def test_a_shard_of_another_region_is_not_accounted_for_here(tmp_path: Path) -> None:
