@@ -18,18 +18,57 @@ from sync.policy import policy_named
 from sync.private import LedgerRow, PrivacyLedger, Release, affordable, epsilon_of
 from sync.wan import ExchangeSettings
 
-__all__ = ["LEDGER", "DatasetAccount", "PrivacyGuard", "accounts_of", "is_private", "labels_that_leave"]
+__all__ = [
+    "LEDGER",
+    "DatasetAccount",
+    "PrivacyGuard",
+    "accounts_of",
+    "is_private",
+    "keeps_texts",
+    "labels_that_leave",
+    "ships_logs",
+    "without_quotes",
+]
 
 _log = structlog.get_logger("geofed.privacy")
 _FEWEST_LABELS = 10
 """Fewest samples of a label whose number leaves the region, whatever its file says: rarer ones tell of few people."""
 LEDGER = "privacy"
 """Folder of the ledger in the agent's state directory."""
+_QUOTING = frozenset({"TASK_FAILED", "FUNCTION_FAILED", "INTERNAL", "SHARD_UNREADABLE", "LIMIT_EXCEEDED"})
+"""Codes of errors whose texts may quote samples, or name their files: those of exceptions of job code, of what a
+function answers, and of data that cannot be read."""
 
 
 def is_private(plan: agent_pb2.PartitionPlan) -> bool:
     """Whether what leaves the region has noise, so that nothing else of the data may leave it."""
     return bool(plan.wan_settings.get("noise"))
+
+
+def keeps_texts(config: RegionConfig, dataset: str, plan: agent_pb2.PartitionPlan | None = None) -> bool:
+    """Whether texts that may quote samples of a dataset stay in the region: the owner or the job limits what is told.
+
+    ``plan``: of the job; None: of a profile or a probe.
+    """
+    held = config.datasets.get(dataset)
+    limited = held is not None and (held.privacy is not None or held.minimum_count is not None)
+    return limited or (plan is not None and is_private(plan))
+
+
+def ships_logs(config: RegionConfig, dataset: str, plan: agent_pb2.PartitionPlan) -> bool:
+    """Whether log lines of a job's code leave the region: as its file states, or else where no text has to stay."""
+    stated = config.policy.ship_logs
+    return not keeps_texts(config, dataset, plan) if stated is None else stated
+
+
+def without_quotes(error: GeofedError, region: str, name: str) -> GeofedError:
+    """Return an error as it may leave the region where `keeps_texts`; its text is in the agent's log. ``name``: of the
+    job, profile or probe."""
+    if error.code not in _QUOTING:
+        return error
+    _log.warning("an error whose text stays in the region", job=name, code=error.code, text=error.message)
+    text = f"the text of this error stays in {region}, since it may quote data; the log of its agent has it"
+    return GeofedError(error.code, text, hint=f"ask the operator of {region}")
 
 
 def labels_that_leave(config: RegionConfig, dataset: str, counts: Mapping[int, int]) -> list[tuple[int, int]]:

@@ -37,8 +37,9 @@ class PolicyConfig(Section):
     """Most disk space of one job, in MB: state of its parameter server, shards of other regions, files of its workers,
     and its channel if that is a folder on the disk. A job that takes more fails with `LIMIT_EXCEEDED`. Default: what
     the disk has, except for a reserve."""
-    ship_logs: bool = True
-    """Whether log lines of job code may leave the region."""
+    ship_logs: bool | None = None
+    """Whether log lines of job code may leave the region. Default: yes, but not of jobs with differential privacy, nor
+    on datasets with `privacy` or `minimumCount`."""
     accept_shards: bool = True
     """Whether shards of other regions may be processed here, if their residency allows it."""
     allow_users: dict[str, Annotated[str, Field(pattern=r"^ed25519:[A-Za-z0-9+/]{43}=$")]] | None = None

@@ -18,7 +18,7 @@ from geofed_pb.v1 import agent_pb2, common_pb2
 from region_agent.cli import app
 from region_agent.config import RegionConfig
 from region_agent.partition.report import withhold, withhold_small_counts
-from region_agent.privacy import LEDGER, PrivacyGuard, accounts_of
+from region_agent.privacy import LEDGER, PrivacyGuard, accounts_of, ships_logs
 from region_agent.worker.invocation import read_invocation
 from sync.private import PrivacyLedger, Release, epsilon_of
 from sync.ps.execution.releases import Releases
@@ -310,6 +310,29 @@ def test_a_report_tells_no_loss_of_private_data() -> None:
     assert message.round_loss != message.round_loss
     assert not message.logged.values
     assert message.privacy.releases == 3
+
+
+def test_lines_of_job_code_leave_the_region_where_nothing_is_limited_or_its_file_says_so() -> None:
+    noisy = start().plan
+    plain = agent_pb2.PartitionPlan()
+    known = config(None)
+    assert [ships_logs(known, name, plan) for name in ("digits", "open") for plan in (plain, noisy)] == [
+        True, False, True, False,
+    ]  # fmt: skip
+    assert not ships_logs(config(None, minimumCount=10), "digits", plain)
+    assert not ships_logs(config(), "digits", plain)
+    assert ships_logs(config(), "open", plain)
+    for says in (True, False):
+        policy = config().policy.model_copy(update={"ship_logs": says})
+        stated = config().model_copy(update={"policy": policy})
+        assert {ships_logs(stated, name, plan) for name in ("digits", "open") for plan in (plain, noisy)} == {says}
+
+
+def test_an_evaluation_of_private_data_tells_no_text() -> None:
+    message = agent_pb2.PartitionReport(evaluation=agent_pb2.Evaluation(error="metrics raised KeyError: 'Meier'"))
+    withhold(message, None)
+    assert message.evaluation.error
+    assert "Meier" not in message.evaluation.error
 
 
 def test_the_command_shows_the_ledger(tmp_path: Path) -> None:
