@@ -40,7 +40,14 @@ from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.partition.events import ActionFailed, PublishAsked, RecordEvent, Scaled, Stopped
 from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.partition.shards import SHARDS
-from region_agent.policy import check_isolation, check_partition, check_sending, most_workers, over_quota
+from region_agent.policy import (
+    check_isolation,
+    check_partition,
+    check_sending,
+    check_user_of_dataset,
+    most_workers,
+    over_quota,
+)
 from region_agent.privacy import PrivacyGuard
 from region_agent.profiling import Profiler
 from region_agent.shards.indexing import INDEXES, Indexes
@@ -469,7 +476,8 @@ class Agent:
         partition = self._partition(command)
         self._partitions[command.job] = partition
         try:
-            # Again: the owner may have set a budget since the command was stored.
+            # Again: the owner may have set a rule or a budget since the command was stored.
+            check_user_of_dataset(self._config, command.task)
             self._privacy.admit(command)
         except GeofedError as error:
             partition.fail(error)

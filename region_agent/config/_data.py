@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from region_agent.config._section import Section
-from region_agent.config._types import RegionName
+from region_agent.config._types import RegionName, RoleName
 from region_agent.worker.data.formats import check_format
 from region_agent.worker.data.spec import FormatSpec
 
@@ -45,6 +45,15 @@ class PrivacyBudget(Section):
     """Probability with which epsilon may not hold; less than one by the number of samples."""
 
 
+class AllowedConfig(Section):
+    """Whose code may run on a dataset (docs/region-file.md#whose-code-runs-here)."""
+
+    users: tuple[str, ...] = ()
+    """Users of `policy.allowUsers`."""
+    roles: tuple[RoleName, ...] = ()
+    """Roles of `policy.roles`: all users that have one of them."""
+
+
 class DatasetConfig(Section):
     """A shard that this region holds."""
 
@@ -66,6 +75,9 @@ class DatasetConfig(Section):
     """Fewest test samples of which metrics leave the region, and fewest in a bin of a histogram, or with a label that a
     profile counts (docs/privacy.md). Default: any number; 10 with a label."""
 
+    allow: AllowedConfig | None = None
+    """Whose code may run on the shard, in jobs, profiles and probes. Default: all whose code runs in the region."""
+
     @model_validator(mode="after")
     def _stays_here(self) -> DatasetConfig:
         if self.residency != "region":
@@ -73,6 +85,8 @@ class DatasetConfig(Section):
                 raise ValueError("`privacy` requires `residency: region`: another region accounts for none of its data")
             if self.minimum_count is not None:
                 raise ValueError("`minimumCount` requires `residency: region`: other regions do not keep to it")
+            if self.allow is not None:
+                raise ValueError("`allow` requires `residency: region`: other regions do not know whose code may run")
         return self
 
     @property

@@ -13,7 +13,7 @@ from geofed_pb.address import bracketed
 from geofed_pb.bounds import SECRET_NAME
 from geofed_pb.user_code.images import is_image_entry
 from region_agent.config._section import Section
-from region_agent.config._types import NotNegative, Port
+from region_agent.config._types import NotNegative, Port, RoleName
 
 
 def _network(text: str) -> str:
@@ -46,6 +46,9 @@ class PolicyConfig(Section):
     """Users whose code may run here, each with the public key that `geofed user key` prints; `operator` is the
     federation's operator. The agent checks their signatures, whatever the control plane says. Default: all users of
     the federation, signed or not."""
+    roles: dict[RoleName, tuple[str, ...]] = {}
+    """Roles in this region, by name, each with its users, of `allowUsers`: for `datasets.NAME.allow`. They are the
+    region's own, whatever roles the control plane gives."""
     approve: Literal["none", "first-run", "every"] = "none"
     """What waits for `geofed agent approve JOB`. `first-run`: a user's code the first time that it runs on a dataset.
     `every`: every job, profile and probe."""
