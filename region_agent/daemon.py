@@ -443,7 +443,9 @@ class Agent:
         if not self._approvals.waits(command.job, command.task):
             policy = self._config.policy
             try:
-                self._audit.starting(command, policy.approve, checked=policy.allow_users is not None)
+                approver = self._approvals.approver(command.job, command.task)
+                checked = policy.allow_users is not None
+                self._audit.starting(command, policy.approve, checked=checked, approver=approver)
             except GeofedError as error:
                 # Tried again with the next tick.
                 self._unapproved[command.job] = command

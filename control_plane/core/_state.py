@@ -219,6 +219,8 @@ class Report:
     """Of all rounds up to `round`; None: not reported."""
     privacy: PrivacySpent | None = None
     """None: the job has no differential privacy. Otherwise its loss is not told."""
+    data: dict[str, str] = field(default_factory=dict)
+    """Digest of each split of the region's own shard, as ALGORITHM:HEX; empty: not told."""
 
 
 @dataclass(frozen=True)

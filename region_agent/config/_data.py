@@ -78,6 +78,11 @@ class DatasetConfig(Section):
     allow: AllowedConfig | None = None
     """Whose code may run on the shard, in jobs, profiles and probes. Default: all whose code runs in the region."""
 
+    digest: Literal["keyed", "plain", "none"] = "keyed"
+    """What leaves the region of each split's digest, for the statement of where a model comes from (docs/audit.md).
+    `keyed`: a digest that only the region's key can make. `plain`: one that whoever has the data, or guesses them, can
+    make. `none`: nothing."""
+
     @model_validator(mode="after")
     def _stays_here(self) -> DatasetConfig:
         if self.residency != "region":

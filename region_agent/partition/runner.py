@@ -84,6 +84,7 @@ from region_agent.partition.server_events import ServerEvents
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS, PartitionShards
 from region_agent.privacy import PrivacyGuard, is_private, keeps_texts, ships_logs, without_quotes
+from region_agent.shards.digests import DataDigests
 from region_agent.shards.indexing import INDEXES, Indexes
 from region_agent.shards.weights import copy_weights
 from region_agent.state.store import AgentStore, PartitionRow
@@ -228,6 +229,8 @@ class PartitionRunner:
         )
         self._status = sync_pb2.PsStatus()
         self.meter = PartitionMeter(context.store, start.job, context.config.worker_devices(gpus_of(start.task)))
+        self._data: dict[str, str] = {}
+        """Digests of the region's own splits, as they are told."""
         self._invocations = Invocations(
             start,
             context.config,
@@ -448,6 +451,7 @@ class PartitionRunner:
         message.speed.merged_by = self._merged_by
         message.blob_digest = blob_digest
         message.keeps_models = True
+        message.data.update(self._data)
         message.kept.CopyFrom(self._kept)
         held = self._context.config.datasets.get(self.start.task.dataset)
         if is_private(self.start.plan):
@@ -463,6 +467,7 @@ class PartitionRunner:
         context = self._context
         await self._shards.receive(self._run)
         await self._invocations.sign_splits()
+        await self._digest_data()
         folder = await context.fetch_task(task.bundle_digest)
         # The parameter server reads this file when the first worker connects, which is later.
         if (initial := initial_model_file(self.start, self._folder)) is not None:
@@ -492,6 +497,14 @@ class PartitionRunner:
             text = f"lines of job code stay in {self.start.region}, since they may quote data"
             context.log(self.job, "agent", text)
         self.feed(PartitionPrepared())
+
+    async def _digest_data(self) -> None:
+        held = self._context.config.datasets.get(self.start.task.dataset)
+        if self._shards.own and held is not None:
+            self._installing = "reading the data for their digests"
+            digests = DataDigests(self._context.state_dir)
+            self._data = await asyncio.to_thread(digests.of, held, self._context.config.stores)
+            self._installing = ""
 
     async def _scale(self) -> None:
         self.feed(await self._function.deploy())

@@ -302,7 +302,8 @@ def test_a_job_waits_for_the_operator_also_over_a_restart_and_then_starts(
         assert started == []
         listed = CliRunner().invoke(app, ["pending", "--state-dir", str(tmp_path), "-o", "json"])
         assert [one["job"] for one in json.loads(listed.stdout)["data"]] == ["job-1"]
-        assert CliRunner().invoke(app, ["approve", "job-1", "--state-dir", str(tmp_path)]).exit_code == 0
+        approve = ["approve", "job-1", "--as", "dr. eve", "--state-dir", str(tmp_path)]
+        assert CliRunner().invoke(app, approve).exit_code == 0
         again._start_approved()
         assert started == ["job-1"]
         again.start(4, start("job-3", signer=ann))

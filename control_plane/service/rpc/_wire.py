@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -64,6 +65,9 @@ from sync.policy import policy_named
 
 _MAX_NAMES = 5000
 """Limit of the entries by region in a report; more than a federation has regions."""
+_MOST_SPLITS = 100
+"""Limit of a dataset's splits in a report; most have two."""
+_DATA_DIGEST = re.compile(r"(hmac-)?sha256(-etags)?:[0-9a-f]{64}")
 _Number = TypeVar("_Number", int, float)
 
 
@@ -104,7 +108,13 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         usage=_usage_of(message.usage),
         time=_time_of(message.time) if message.HasField("time") else None,
         privacy=_privacy_of(message.privacy) if message.HasField("privacy") else None,
+        data=_data_of(message.data),
     )
+
+
+def _data_of(digests: Mapping[str, str]) -> dict[str, str]:
+    told = islice(digests.items(), _MOST_SPLITS)
+    return {clean(split, NAME_BYTES): digest for split, digest in told if _DATA_DIGEST.fullmatch(digest)}
 
 
 def _privacy_of(message: agent_pb2.Privacy) -> PrivacySpent:
