@@ -100,6 +100,8 @@ class WanExchange:
     """Size of the last update; 0: unknown."""
     routes: int = 0
     """Number of the latest routes that the parameter server knows, as in `JobState.routes`."""
+    suspicion: dict[str, int] = field(default_factory=dict)
+    """Rounds in which each region's update was suspect to the robust rule, less those in which it was not."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ __all__ = [
     "MERGE_TO_ALL",
     "PARTS",
     "PRECISION",
+    "QUARANTINE",
     "REQUIREMENTS",
     "ROBUST_BACKGROUND",
     "SECRETS",
@@ -51,11 +52,13 @@ MERGE_RATIO = "advanced.merge.ratio"
 MERGE_STEP = "advanced.merge.step"
 MERGE_TO_ALL = "advanced.k: 0"
 ROBUST_BACKGROUND = "advanced.wan.robust with advanced.wan.exchange: background"
+QUARANTINE = "advanced.wan.quarantine"
 PARTS = "task folder above 1 MiB"
 """Files of a task folder are sent each by itself."""
 FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
     IMAGE, ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER, COMPILE, GPUS,
+    QUARANTINE,
 )  # fmt: skip
 """All features of this version."""

@@ -186,6 +186,7 @@ def _exchange(meters: dict[str, float], status: sync_pb2.PsStatus) -> agent_pb2.
     return agent_pb2.WanExchange(
         applied_updates=status.applied_updates,
         staleness=status.staleness,
+        suspicion=status.suspicion,
         refused=_by_region(meters, "refused:"),
         interval=status.interval,
         codec=status.codec,

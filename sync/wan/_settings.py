@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from geofed_pb.errors import GeofedError
-from sync.robust import ROBUST_SETTING, robust_in, robust_rule_named
+from sync.robust import QUARANTINE_ROUNDS, ROBUST_SETTING, robust_in, robust_rule_named
 from sync.secure import FEWEST_REGIONS
 
 __all__ = ["ExchangeSettings"]
@@ -63,6 +63,10 @@ class ExchangeSettings:
     """What the whole plan costs for this delta, in the region where it is most."""
     byzantine: float = 0.0
     """Number of regions whose updates may be arbitrarily wrong; 0: as many as the rule withstands."""
+
+    quarantine: float = float(QUARANTINE_ROUNDS)
+    """With a robust rule: rounds for which updates of a region are not merged that were suspect again and again; 0:
+    they always are."""
 
     @classmethod
     def of(cls, settings: Mapping[str, float]) -> tuple[ExchangeSettings, dict[str, float]]:

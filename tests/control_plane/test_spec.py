@@ -137,6 +137,7 @@ function: {slice: 11m}
             )
         ),
         (("interval: 2", "byzantine: 1"), "F:7:17: `advanced.wan`: `byzantine` requires `robust`"),
+        (("interval: 2", "quarantine: 0"), "F:7:17: `advanced.wan`: `quarantine` requires `robust`"),
         (("interval: 2", "robust: average"), "F:7:26: `advanced.wan.robust` must be 'none', 'centered-clipping'"),
         (
             ("interval: 2", "robust: median, policy: asgd-ga"),

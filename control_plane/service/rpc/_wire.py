@@ -62,6 +62,7 @@ from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
 from scheduler import PipelineShape, Plan, PlannedPartition
 from sync.histograms import from_messages
 from sync.policy import policy_named
+from sync.robust import SUSPECT_ROUNDS
 
 _MAX_NAMES = 5000
 """Limit of the entries by region in a report; more than a federation has regions."""
@@ -183,6 +184,7 @@ def _exchange_of(message: agent_pb2.WanExchange) -> WanExchange:
         codec=clean(message.codec, NAME_BYTES),
         update_bytes=message.update_bytes,
         routes=message.routes,
+        suspicion=_by_region(message.suspicion),
     )
 
 
@@ -406,7 +408,7 @@ def _pipeline(shape: PipelineShape) -> agent_pb2.Pipeline:
 
 def job_message(row: JobRow, state: JobState, plan: Plan, contact: Callable[[str], float]) -> control_pb2.Job:
     """Return a job's message for users; `contact` returns the last contact of a region, in Unix seconds."""
-    workers = {part.region: part.workers for part in plan.partitions}
+    workers, suspicions = {part.region: part.workers for part in plan.partitions}, _suspicions(state)
     message = control_pb2.Job(
         id=row.id,
         name=row.name,
@@ -419,7 +421,13 @@ def job_message(row: JobRow, state: JobState, plan: Plan, contact: Callable[[str
         plan_json=row.plan_json,
         result_json=row.result_json,
         partitions=[
-            _partition(part, contact(part.region), workers.get(part.region, 0), ended=state.terminal)
+            _partition(
+                part,
+                contact(part.region),
+                workers.get(part.region, 0),
+                suspicions.get(part.region, ""),
+                ended=state.terminal,
+            )
             for part in state.partitions
         ],
         rounds=plan.rounds,
@@ -473,8 +481,21 @@ def _money(report: Report) -> list[common_pb2.Money]:
     ]
 
 
+def _suspicions(state: JobState) -> dict[str, str]:
+    """Return what is to be said of regions whose updates lie far from the others', by region."""
+    found: dict[str, int] = {}
+    for part in state.partitions:
+        for region, rounds in part.report.exchange.suspicion.items() if part.report is not None else ():
+            found[region] = max(rounds, found.get(region, 0))
+    text = f"of the {SUSPECT_ROUNDS} rounds that lead to quarantine"
+    return {
+        region: f"its updates lay far from the others' in {min(rounds, SUSPECT_ROUNDS)} {text}"
+        for region, rounds in found.items()
+    }
+
+
 def _partition(
-    part: Partition, last_contact: float, planned_workers: int, *, ended: bool
+    part: Partition, last_contact: float, planned_workers: int, suspicion: str, *, ended: bool
 ) -> control_pb2.PartitionStatus:
     report = part.report or Report(part.epoch, "")
     away = "" if part.link == "live" else f"region is {part.link}"
@@ -489,7 +510,7 @@ def _partition(
         # Before the first report, the planned number.
         workers=report.workers if report.attempt else planned_workers,
         # Nothing of an ended job waits.
-        condition="" if ended else away or report.condition,
+        condition="" if ended else away or report.condition or suspicion,
         metrics=report.evaluation.metrics,
         sent_bytes=report.totals.sent_bytes,
         money=_money(report),

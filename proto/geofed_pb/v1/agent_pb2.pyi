@@ -694,7 +694,7 @@ class Speed(_message.Message):
     def __init__(self, samples_per_second: _Optional[float] = ..., round_samples_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., merge_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., merged_by: _Optional[str] = ...) -> None: ...
 
 class WanExchange(_message.Message):
-    __slots__ = ("applied_updates", "staleness", "refused", "interval", "codec", "update_bytes", "routes")
+    __slots__ = ("applied_updates", "staleness", "refused", "interval", "codec", "update_bytes", "routes", "suspicion")
     class StalenessEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -709,6 +709,13 @@ class WanExchange(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class SuspicionEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     APPLIED_UPDATES_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -716,6 +723,7 @@ class WanExchange(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     UPDATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
+    SUSPICION_FIELD_NUMBER: _ClassVar[int]
     applied_updates: int
     staleness: _containers.ScalarMap[str, float]
     refused: _containers.ScalarMap[str, int]
@@ -723,7 +731,8 @@ class WanExchange(_message.Message):
     codec: str
     update_bytes: int
     routes: int
-    def __init__(self, applied_updates: _Optional[int] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., update_bytes: _Optional[int] = ..., routes: _Optional[int] = ...) -> None: ...
+    suspicion: _containers.ScalarMap[str, int]
+    def __init__(self, applied_updates: _Optional[int] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., update_bytes: _Optional[int] = ..., routes: _Optional[int] = ..., suspicion: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LinkReport(_message.Message):
     __slots__ = ("rtt_ms", "mbps", "streams", "down")

@@ -170,6 +170,11 @@ class ActionExecutor:
         """Name of the codec of our last update, or of the configured one before that."""
         return self.replica.codec.name if self.replica is not None else self._codec.name
 
+    @property
+    def suspicion(self) -> dict[str, int]:
+        """Suspect rounds of each region, as of the last merge (`Replica.suspicion`)."""
+        return self.replica.suspicion if self.replica is not None else {}
+
     def do(self, action: Action, attempt: int) -> Event | None:
         """Execute one action and return the event that reports its result, if any.
 
