@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import structlog
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
-from region_agent.config import RegionConfig
+from region_agent.config import PrivacyBudget, RegionConfig
 from sync.collective import collective_named
 from sync.histograms import by_category, without_small_counts
 from sync.policy import policy_named
@@ -147,7 +148,7 @@ class PrivacyGuard:
         if reason := _what_loses_noise(command, sampled=sampled):
             raise GeofedError("CONFIG_INVALID", f"noise of the level {_level(sampled)} cannot be added with {reason}")
         rate = self._rate(command.job, plan, held.splits["train"].samples) if sampled else 1.0
-        release = Release.of(settings.noise, rate, sampled=sampled)
+        release = Release.of(settings.noise * _part_that_counts(settings, budget), rate, sampled=sampled)
         planned = plan.rounds * (plan.steps_per_round if sampled else 1)
         asked = LedgerRow(
             command.job, dataset, _level(sampled), release.noise, release.rate, settings.delta,
@@ -259,6 +260,18 @@ class PrivacyGuard:
         except GeofedError:
             return None
         return known[1]
+
+
+def _part_that_counts(settings: ExchangeSettings, budget: PrivacyBudget | None) -> float:
+    """Return the part of the noise of a sum that honest regions add, by the data's owner.
+
+    With secure aggregation any ``secure - 1`` regions together add all of it, each by its variance
+    (`sync.private.standard_deviation`).
+    """
+    needed = settings.secure - 1
+    if budget is None or budget.honest_regions is None or settings.sampled or needed <= budget.honest_regions:
+        return 1.0
+    return math.sqrt(budget.honest_regions / needed)
 
 
 def _level(sampled: bool) -> str:

@@ -43,6 +43,10 @@ class PrivacyBudget(Section):
     """Most that all jobs together may spend, for ever."""
     delta: Annotated[float, Field(gt=0, lt=1)]
     """Probability with which epsilon may not hold; less than one by the number of samples."""
+    honest_regions: Annotated[int, Field(ge=1)] | None = None
+    """With `level: region` and secure aggregation: regions, this one included, whose noise counts, since their
+    operators neither leave it out nor tell it. Default: `privacy.minRegions` - 1 of the job, whichever regions the
+    control plane has chosen. 1: only the noise that this region adds itself."""
 
 
 class AllowedConfig(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from region_agent.config import RegionConfig
 from region_agent.partition.report import withhold, withhold_small_counts
 from region_agent.privacy import LEDGER, PrivacyGuard, accounts_of, ships_logs
 from region_agent.worker.invocation import read_invocation
-from sync.private import PrivacyLedger, Release, epsilon_of
+from sync.private import PrivacyLedger, Release, epsilon_of, standard_deviation
 from sync.ps.execution.releases import Releases
 from sync.wan import ExchangeSettings
 
@@ -114,6 +115,32 @@ def test_the_budget_holds_over_all_jobs_for_ever(tmp_path: Path) -> None:
     # Another run of the agent knows the same.
     assert refusal(PrivacyGuard(config(), tmp_path), start("job-3")).code == "PRIVACY_EXHAUSTED"
     PrivacyGuard(config(None), tmp_path).admit(start("job-3"))
+
+
+@pytest.mark.parametrize(("honest", "part"), [(None, 1.0), (1, 0.5), (2, 0.5**0.5), (4, 1.0), (9, 1.0)])
+def test_noise_counts_as_far_as_the_owner_knows_who_adds_it(tmp_path: Path, honest: int | None, part: float) -> None:
+    budget = {"epsilon": 900.0, "delta": DELTA} | ({} if honest is None else {"honest_regions": honest})
+    guard = PrivacyGuard(config(budget), tmp_path)
+    # Four of any five regions add all of the noise, by their variances.
+    guard.admit(start(secure=5.0))
+    guard.admit(start("job-2"))
+    guard.admit(start("job-3", secure=5.0, sampled=1.0))
+    alone, plain, sampled = PrivacyLedger(tmp_path / LEDGER).rows()
+    assert alone.noise == pytest.approx(4.0 / 2 * part)
+    assert (plain.noise, sampled.noise) == (2.0, 4.0), (
+        "without secure aggregation, and of samples, all of it is this region's"
+    )
+    # By the deviation that a parameter server adds: this region's own, and those of honest others, of the same share.
+    shares = dict.fromkeys("abcde", 0.2)
+    counted = min(4, honest or 4)
+    added = math.sqrt(sum(standard_deviation(4.0, 1.0, name, shares, 5) ** 2 for name in list(shares)[:counted]))
+    assert alone.noise == pytest.approx(added / 2)
+
+
+def test_less_honest_regions_exhaust_a_budget_sooner(tmp_path: Path) -> None:
+    PrivacyGuard(config(BUDGET), tmp_path / "all").admit(start(secure=5.0))
+    error = refusal(PrivacyGuard(config(BUDGET | {"honest_regions": 1}), tmp_path / "one"), start(secure=5.0))
+    assert error.code == "PRIVACY_EXHAUSTED"
 
 
 def test_a_job_that_starts_again_keeps_what_it_has_spent(tmp_path: Path) -> None:
