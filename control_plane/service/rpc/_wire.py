@@ -519,6 +519,7 @@ def _partition(
         preemptible=part.preemptible,
         usage=common_pb2.Usage(**asdict(report.usage)),
         logged=common_pb2.Logged(round=report.logged.round, values=report.logged.values),
+        epsilon=report.privacy.epsilon if report.privacy is not None else None,
     )
 
 
