@@ -145,13 +145,19 @@ class PrivacyGuard:
         if held is None or "train" not in held.splits or any(ref.region != self._config.name for ref in plan.shards):
             raise GeofedError("CONFIG_INVALID", "with differential privacy each region trains on its own shard")
         sampled = bool(settings.sampled)
+        if bool(settings.measured) is not command.task.evaluates_only:
+            # Counts without noise would leave, or a model that the noise is not for.
+            raise GeofedError(
+                "CONFIG_INVALID", "noise on counts is for a job that trains nothing, and such a job for it"
+            )
         if reason := _what_loses_noise(command, sampled=sampled):
             raise GeofedError("CONFIG_INVALID", f"noise of the level {_level(sampled)} cannot be added with {reason}")
         rate = self._rate(command.job, plan, held.splits["train"].samples) if sampled else 1.0
-        release = Release.of(settings.noise * _part_that_counts(settings, budget), rate, sampled=sampled)
+        of_samples = sampled or bool(settings.measured)
+        release = Release.of(settings.noise * _part_that_counts(settings, budget), rate, sampled=of_samples)
         planned = plan.rounds * (plan.steps_per_round if sampled else 1)
         asked = LedgerRow(
-            command.job, dataset, _level(sampled), release.noise, release.rate, settings.delta,
+            command.job, dataset, _level(of_samples), release.noise, release.rate, settings.delta,
             planned=planned, granted=planned, at=time.time(),
         )  # fmt: skip
         # Refused here without it, rather than when the first report is due.
@@ -269,7 +275,13 @@ def _part_that_counts(settings: ExchangeSettings, budget: PrivacyBudget | None) 
     (`sync.private.standard_deviation`).
     """
     needed = settings.secure - 1
-    if budget is None or budget.honest_regions is None or settings.sampled or needed <= budget.honest_regions:
+    if (
+        budget is None
+        or budget.honest_regions is None
+        or settings.sampled
+        or settings.measured
+        or needed <= budget.honest_regions
+    ):
         return 1.0
     return math.sqrt(budget.honest_regions / needed)
 

@@ -22,6 +22,7 @@ __all__ = [
     "MERGE_TO_ALL",
     "PARTS",
     "PRECISION",
+    "PRIVATE_COUNTS",
     "QUARANTINE",
     "REQUIREMENTS",
     "ROBUST_BACKGROUND",
@@ -52,6 +53,7 @@ MERGE_RATIO = "advanced.merge.ratio"
 MERGE_STEP = "advanced.merge.step"
 MERGE_TO_ALL = "advanced.k: 0"
 ROBUST_BACKGROUND = "advanced.wan.robust with advanced.wan.exchange: background"
+PRIVATE_COUNTS = "privacy.differential with train.end.steps: 0"
 QUARANTINE = "advanced.wan.quarantine"
 PARTS = "task folder above 1 MiB"
 """Files of a task folder are sent each by itself."""
@@ -59,6 +61,6 @@ FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
     IMAGE, ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER, COMPILE, GPUS,
-    QUARANTINE,
+    QUARANTINE, PRIVATE_COUNTS,
 )  # fmt: skip
 """All features of this version."""

@@ -57,6 +57,8 @@ class ExchangeSettings:
     """Largest norm of this region's update, or of a sample's gradient."""
     sampled: float = 0.0
     """1: clipped and noisy are the gradients of samples, in the workers; 0: the region's update."""
+    measured: float = 0.0
+    """1: nothing is trained, and the noise is on the counts of an evaluation's histograms."""
     delta: float = 0.0
     """Delta of the job file."""
     epsilon: float = 0.0
@@ -96,7 +98,7 @@ class ExchangeSettings:
             raise GeofedError("CONFIG_INVALID", text)
         if found.secure and (found.background or found.robust or found.fragments > 1 or found.significance):
             raise GeofedError("CONFIG_INVALID", "secure aggregation requires the mean of whole synchronous updates")
-        if found.noise and not (found.clip > 0 and 0 < found.delta < 1 and found.sampled in (0, 1)):
+        if found.noise and not (found.clip > 0 and 0 < found.delta < 1 and found.sampled + found.measured in (0, 1)):
             raise GeofedError("CONFIG_INVALID", "differential privacy requires the settings clip and delta")
         if found.noise and found.background:
             raise GeofedError("CONFIG_INVALID", "differential privacy requires synchronous exchange")

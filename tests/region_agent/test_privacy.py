@@ -232,6 +232,18 @@ def test_workers_that_could_not_add_all_of_the_noise_get_no_samples(
     PrivacyGuard(config(), tmp_path).admit(command)
 
 
+def test_an_evaluation_is_one_release_of_its_counts(tmp_path: Path) -> None:
+    guard, command = PrivacyGuard(config(), tmp_path), start(noise=2.0, measured=1.0)
+    assert refusal(guard, command).code == "CONFIG_INVALID", "it trains, and what it measures is not the model's"
+    command.task.evaluates_only, command.plan.rounds, command.plan.steps_per_round = True, 1, 1
+    guard.admit(command)
+    (row,) = PrivacyLedger(tmp_path / LEDGER).rows()
+    assert (row.level, row.noise, row.rate, row.planned) == ("sample", 2.0, 1.0, 1)
+    exact = start("job-2", noise=2.0)
+    exact.task.evaluates_only = True
+    assert refusal(guard, exact).code == "CONFIG_INVALID", "its counts would leave without noise"
+
+
 @pytest.mark.parametrize("sampled", [0.0, 1.0])
 def test_a_policy_that_gives_out_changes_under_way_gets_no_samples(tmp_path: Path, sampled: float) -> None:
     command = start(sampled=sampled)

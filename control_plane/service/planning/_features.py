@@ -25,6 +25,7 @@ from geofed_pb.features import (
     MERGE_TO_ALL,
     PARTS,
     PRECISION,
+    PRIVATE_COUNTS,
     QUARANTINE,
     REQUIREMENTS,
     ROBUST_BACKGROUND,
@@ -84,6 +85,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (MERGE_TO_ALL, spec.advanced.k == 0),
             (PARTS, parted),
             (LEAVE_OUT, spec.regions.lost == "continue"),
+            (PRIVATE_COUNTS, spec.evaluates_only and spec.privacy.differential is not None),
             (QUARANTINE, spec.wan.quarantine != QUARANTINE_ROUNDS),
             (ROBUST_BACKGROUND, spec.wan.robust != "none" and spec.wan.exchange == "background"),
         )

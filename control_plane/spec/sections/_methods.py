@@ -163,11 +163,12 @@ class Differential(Section):
     epsilon: Annotated[float, Field(gt=0, le=1000)] | None = None
     """Bound of the whole job, from which the plan computes the noise. Give this or `noiseMultiplier`."""
     noise_multiplier: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None
-    """Standard deviation of the noise as a multiple of `clipNorm`."""
+    """Standard deviation of the noise as a multiple of `clipNorm` or, of counts, of what a sample changes."""
     delta: Annotated[float, Field(gt=0, lt=1)]
     """Probability with which epsilon may not hold; less than one by the number of samples."""
-    clip_norm: Annotated[float, Field(gt=0, le=1e6)]
-    """Largest Euclidean norm of a region's update, or of a sample's gradient; what is larger is scaled down to it."""
+    clip_norm: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Largest Euclidean norm of a region's update, or of a sample's gradient; what is larger is scaled down to it.
+    Required, but for `train.end.steps: 0`, where the noise is on counts."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Differential:
