@@ -105,9 +105,11 @@ def privacy_text(plan: Data) -> str:
     if settings.get("secure"):
         told.append(f"secure aggregation: only the sum over all {len(plan['partitions'])} regions can be read")
     if settings.get("noise"):
-        what = "samples" if settings["sampled"] else "regions"
+        what = "samples" if settings["sampled"] or settings.get("measured") else "regions"
         noise = f"noise {settings['noise']:.3g} x norm {settings['clip']:g}"
         cost = f"epsilon {settings['epsilon']:.3g} at delta {settings['delta']:g} when all rounds are made"
+        if settings.get("measured"):
+            noise = f"noise {settings['noise']:.3g} on counts of a histogram, times the square root of their number"
         told.append(f"differential privacy of {what}: {noise}, {cost}")
     return "; ".join(told)
 

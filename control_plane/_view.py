@@ -152,6 +152,7 @@ def _partition_view(part: control_pb2.PartitionStatus) -> Data:
         "sent_bytes": dict(part.sent_bytes),
         "money": [_charge_view(charge) for charge in part.money],
         "usd": sum(charge.usd for charge in part.money),
+        "epsilon": part.epsilon if part.HasField("epsilon") else None,
         "condition": part.condition,
         "last_contact": time_text(part.last_contact),
     }

@@ -89,9 +89,17 @@ class Approvals:
     def _mark_of(self, name: str) -> str:
         """Return the mark of what was approved under a name; empty: nothing."""
         try:
-            return self._approved(name).read_text()
+            return self._approved(name).read_text().partition("\n")[0]
         except FileNotFoundError:
             return ""
+
+    def approver(self, job: str, task: agent_pb2.TaskRef) -> str:
+        """Return who has approved a job or, for `first-run`, its code before; empty: nobody, or not known."""
+        mark = _pending(job, task).mark
+        for name in (job, mark):
+            if self._mark_of(name) == mark:
+                return self._approved(name).read_text().partition("\n")[2].strip()
+        return ""
 
     def pending(self) -> Iterator[Pending]:
         """Yield what waits, the oldest first."""
@@ -99,8 +107,8 @@ class Approvals:
         for path in files:
             yield Pending(**json.loads(path.read_text()))
 
-    def approve(self, job: str) -> Pending:
-        """Approve what waits: the job and, for `first-run`, the user's code.
+    def approve(self, job: str, approver: str = "") -> Pending:
+        """Approve what waits: the job and, for `first-run`, the user's code. ``approver``: who does.
 
         Raises ``GeofedError("JOB_NOT_FOUND")``.
         """
@@ -111,7 +119,7 @@ class Approvals:
                 "JOB_NOT_FOUND", f"{job} waits for no approval", hint="see `geofed agent pending`"
             ) from None
         for name in (found.mark, job):
-            write_durably(self._approved(name), [found.mark.encode()], mode=0o600)
+            write_durably(self._approved(name), [f"{found.mark}\n{clean(approver, NAME_BYTES)}".encode()], mode=0o600)
         self._waiting(job).unlink(missing_ok=True)
         return found
 

@@ -163,12 +163,24 @@ def pending(
 def approve(
     job: Annotated[str, typer.Argument(metavar="JOB", help="ID from `geofed agent pending`.", show_default=False)],
     state_dir: StateDir = DEFAULT_STATE,
+    approver: Annotated[
+        str, typer.Option("--as", help="Who approves, for the audit log. Default: the user of this machine.")
+    ] = "",
 ) -> None:
     """Approve a job, profile or probe, so that it runs on this region's data."""
     from region_agent.approvals import Approvals
 
-    found = Approvals(state_dir).approve(job)
+    found = Approvals(state_dir).approve(job, approver or _machine_user())
     _say(f"{found.job} of user {found.user} may run on {found.dataset}")
+
+
+def _machine_user() -> str:
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # the user has no name, as in a container
+        return f"uid {os.getuid()}"
 
 
 audits = typer.Typer(name="audit", help="The region's own audit log, and heads of the control plane's.")
@@ -228,6 +240,29 @@ def verify(
     print(f"region {found.region}: {found.head.seq} entries, {found.witnessed} heads that the control plane has agree")
     for remark in remarks(found, witnessed=bool(witness)):
         _say(remark)
+
+
+@app.command(epilog="Example: geofed agent digest digits --config home.yaml")
+def digest(
+    dataset: Annotated[str, typer.Argument(metavar="DATASET", help="Name in the region's file.", show_default=False)],
+    config: Annotated[Path, typer.Option("--config", help="The region's configuration.")],
+    state_dir: StateDir = DEFAULT_STATE,
+    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+) -> None:
+    """Print the digests of a dataset's splits as they are now, to compare with those of a model's statement."""
+    from region_agent.config import load_config
+    from region_agent.shards.digests import DataDigests
+
+    region, digests = load_config(config), DataDigests(state_dir)
+    if (held := region.datasets.get(dataset)) is None:
+        raise GeofedError("USAGE", f"{config} has no dataset {dataset}")
+    found = {rule: digests.of(held, region.stores, rule) for rule in ("keyed", "plain")}
+    if output == "json":
+        print(json.dumps({"schema_version": 1, "status": "ok", "data": found}))
+        return
+    for of_rule in found.values():
+        for split, text in sorted(of_rule.items()):
+            print(f"{split:<8}{text}")
 
 
 @app.command(epilog="Example: geofed agent privacy --config home.yaml")

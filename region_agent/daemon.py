@@ -45,6 +45,7 @@ from region_agent.policy import (
     check_isolation,
     check_partition,
     check_sending,
+    check_user_of_dataset,
     longest_slice,
     most_workers,
     over_quota,
@@ -446,7 +447,9 @@ class Agent:
         if not self._approvals.waits(command.job, command.task):
             policy = self._config.policy
             try:
-                self._audit.starting(command, policy.approve, checked=policy.allow_users is not None)
+                approver = self._approvals.approver(command.job, command.task)
+                checked = policy.allow_users is not None
+                self._audit.starting(command, policy.approve, checked=checked, approver=approver)
             except GeofedError as error:
                 # Tried again with the next tick.
                 self._unapproved[command.job] = command
@@ -479,7 +482,8 @@ class Agent:
         partition = self._partition(command)
         self._partitions[command.job] = partition
         try:
-            # Again: the owner may have set a budget since the command was stored.
+            # Again: the owner may have set a rule or a budget since the command was stored.
+            check_user_of_dataset(self._config, command.task)
             self._privacy.admit(command)
         except GeofedError as error:
             partition.fail(error)

@@ -22,7 +22,15 @@ from sync.ps.tokens import MAX_TOKEN_LIFETIME
 from sync.secure import hiding_regions
 from sync.wan import ExchangeSettings
 
-__all__ = ["check_isolation", "check_partition", "check_sending", "longest_slice", "most_workers", "over_quota"]
+__all__ = [
+    "check_isolation",
+    "check_partition",
+    "check_sending",
+    "check_user_of_dataset",
+    "longest_slice",
+    "most_workers",
+    "over_quota",
+]
 
 _JOB = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -59,6 +67,7 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
     if not config.policy.accept_jobs:
         raise GeofedError("FORBIDDEN", f"region {config.name} takes no jobs", hint="its policy.acceptJobs is false")
     check_user(config, command.task)
+    check_user_of_dataset(config, command.task)
     check_secrets(config, command.task)
     check_packages(config, command.task.requirements)
     check_image(config, command.task.image)
@@ -126,6 +135,19 @@ def check_user(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
     more = task.secrets, task.requirements, task.image, submission.initial_adapter
     signed = statement(*facts, submission.initial_model, *more)
     require_signature(submission, allowed[submission.user], signed)
+
+
+def check_user_of_dataset(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
+    """Check that a user's code may run on a dataset, whose rule names users or the region's own roles.
+
+    The user's signature is checked by `check_user`: such a rule requires `policy.allowUsers`. Raises
+    ``GeofedError("FORBIDDEN")``.
+    """
+    users, user = config.users_of(task.dataset), task.submission.user
+    if users is None or (config.policy.allow_users is not None and user in users):
+        return
+    text = f"region {config.name} runs no code of user {clean(user, NAME_BYTES) or 'unknown'} on {task.dataset}"
+    raise GeofedError("FORBIDDEN", text, hint=f"`datasets.{task.dataset}.allow` in its file says whose code may run")
 
 
 def check_image(config: RegionConfig, image: str) -> None:

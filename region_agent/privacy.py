@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,24 +12,64 @@ import structlog
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
-from region_agent.config import RegionConfig
+from region_agent.config import PrivacyBudget, RegionConfig
 from sync.collective import collective_named
 from sync.histograms import by_category, without_small_counts
+from sync.policy import policy_named
 from sync.private import LedgerRow, PrivacyLedger, Release, affordable, epsilon_of
 from sync.wan import ExchangeSettings
 
-__all__ = ["LEDGER", "DatasetAccount", "PrivacyGuard", "accounts_of", "is_private", "labels_that_leave"]
+__all__ = [
+    "LEDGER",
+    "DatasetAccount",
+    "PrivacyGuard",
+    "accounts_of",
+    "is_private",
+    "keeps_texts",
+    "labels_that_leave",
+    "ships_logs",
+    "without_quotes",
+]
 
 _log = structlog.get_logger("geofed.privacy")
 _FEWEST_LABELS = 10
 """Fewest samples of a label whose number leaves the region, whatever its file says: rarer ones tell of few people."""
 LEDGER = "privacy"
 """Folder of the ledger in the agent's state directory."""
+_QUOTING = frozenset({"TASK_FAILED", "FUNCTION_FAILED", "INTERNAL", "SHARD_UNREADABLE", "LIMIT_EXCEEDED"})
+"""Codes of errors whose texts may quote samples, or name their files: those of exceptions of job code, of what a
+function answers, and of data that cannot be read."""
 
 
 def is_private(plan: agent_pb2.PartitionPlan) -> bool:
     """Whether what leaves the region has noise, so that nothing else of the data may leave it."""
     return bool(plan.wan_settings.get("noise"))
+
+
+def keeps_texts(config: RegionConfig, dataset: str, plan: agent_pb2.PartitionPlan | None = None) -> bool:
+    """Whether texts that may quote samples of a dataset stay in the region: the owner or the job limits what is told.
+
+    ``plan``: of the job; None: of a profile or a probe.
+    """
+    held = config.datasets.get(dataset)
+    limited = held is not None and (held.privacy is not None or held.minimum_count is not None)
+    return limited or (plan is not None and is_private(plan))
+
+
+def ships_logs(config: RegionConfig, dataset: str, plan: agent_pb2.PartitionPlan) -> bool:
+    """Whether log lines of a job's code leave the region: as its file states, or else where no text has to stay."""
+    stated = config.policy.ship_logs
+    return not keeps_texts(config, dataset, plan) if stated is None else stated
+
+
+def without_quotes(error: GeofedError, region: str, name: str) -> GeofedError:
+    """Return an error as it may leave the region where `keeps_texts`; its text is in the agent's log. ``name``: of the
+    job, profile or probe."""
+    if error.code not in _QUOTING:
+        return error
+    _log.warning("an error whose text stays in the region", job=name, code=error.code, text=error.message)
+    text = f"the text of this error stays in {region}, since it may quote data; the log of its agent has it"
+    return GeofedError(error.code, text, hint=f"ask the operator of {region}")
 
 
 def labels_that_leave(config: RegionConfig, dataset: str, counts: Mapping[int, int]) -> list[tuple[int, int]]:
@@ -104,13 +145,19 @@ class PrivacyGuard:
         if held is None or "train" not in held.splits or any(ref.region != self._config.name for ref in plan.shards):
             raise GeofedError("CONFIG_INVALID", "with differential privacy each region trains on its own shard")
         sampled = bool(settings.sampled)
-        if sampled and not _steps_are_whole(plan):
-            raise GeofedError("CONFIG_INVALID", "these workers cannot add noise to the gradients of samples")
+        if bool(settings.measured) is not command.task.evaluates_only:
+            # Counts without noise would leave, or a model that the noise is not for.
+            raise GeofedError(
+                "CONFIG_INVALID", "noise on counts is for a job that trains nothing, and such a job for it"
+            )
+        if reason := _what_loses_noise(command, sampled=sampled):
+            raise GeofedError("CONFIG_INVALID", f"noise of the level {_level(sampled)} cannot be added with {reason}")
         rate = self._rate(command.job, plan, held.splits["train"].samples) if sampled else 1.0
-        release = Release.of(settings.noise, rate, sampled=sampled)
+        of_samples = sampled or bool(settings.measured)
+        release = Release.of(settings.noise * _part_that_counts(settings, budget), rate, sampled=of_samples)
         planned = plan.rounds * (plan.steps_per_round if sampled else 1)
         asked = LedgerRow(
-            command.job, dataset, "sample" if sampled else "region", release.noise, release.rate, settings.delta,
+            command.job, dataset, _level(of_samples), release.noise, release.rate, settings.delta,
             planned=planned, granted=planned, at=time.time(),
         )  # fmt: skip
         # Refused here without it, rather than when the first report is due.
@@ -221,11 +268,52 @@ class PrivacyGuard:
         return known[1]
 
 
-def _steps_are_whole(plan: agent_pb2.PartitionPlan) -> bool:
-    """Whether workers merge the whole gradients of a step, so that all parts of its noise are in the sum."""
+def _part_that_counts(settings: ExchangeSettings, budget: PrivacyBudget | None) -> float:
+    """Return the part of the noise of a sum that honest regions add, by the data's owner.
+
+    With secure aggregation any ``secure - 1`` regions together add all of it, each by its variance
+    (`sync.private.standard_deviation`).
+    """
+    needed = settings.secure - 1
+    if (
+        budget is None
+        or budget.honest_regions is None
+        or settings.sampled
+        or settings.measured
+        or needed <= budget.honest_regions
+    ):
+        return 1.0
+    return math.sqrt(budget.honest_regions / needed)
+
+
+def _level(sampled: bool) -> str:
+    return "sample" if sampled else "region"
+
+
+def _what_loses_noise(command: agent_pb2.StartPartition, *, sampled: bool) -> str:
+    """Return what in a command would let updates leave without all of their noise, as text for users; "": nothing.
+
+    Job files with it are refused by an honest control plane already. Workers merge the whole gradients of a step only
+    with the settings that are left, so that all parts of its noise are in the sum.
+    """
+    plan, task = command.plan, command.task
+    if not policy_named(plan.wan_policy).sums:
+        return f"the policy {plan.wan_policy}"
+    if not sampled:
+        return ""
     method = None if plan.collective in ("", "auto") else collective_named(plan.collective)
-    exact = plan.merging_codec in ("", "fp32") and not plan.merging.get("staleness")
-    return not plan.HasField("pipeline") and exact and (method is None or method.shares == "mean")
+    refused = (
+        # Clients train by themselves, with their samples' plain gradients.
+        (task.HasField("clients"), "clients"),
+        (plan.HasField("pipeline"), "a pipeline"),
+        (plan.merging_codec not in ("", "fp32"), "a codec of gradients"),
+        (bool(plan.merging.get("staleness")), "a staleness of gradients"),
+        (method is not None and method.shares != "mean", f"the collective {plan.collective}"),
+        (task.precision not in ("", "fp32"), f"precision {task.precision}"),
+        (task.compile, "a compiled model"),
+        (task.gpus not in ("", "1"), "several GPUs of a worker"),
+    )
+    return next((text for is_refused, text in refused if is_refused), "")
 
 
 def _counted(rows: Iterable[LedgerRow]) -> list[tuple[Release, int]]:

@@ -31,7 +31,7 @@ from region_agent.partition.calls import at_once, bundle_key, client_rounds, gpu
 from region_agent.partition.channel import usage_meters
 from region_agent.partition.runner import PartitionContext
 from region_agent.policy import check_isolation, check_partition
-from region_agent.privacy import labels_that_leave
+from region_agent.privacy import keeps_texts, labels_that_leave, without_quotes
 from region_agent.shards.indexing import INDEXES, Indexes, streams_of
 from region_agent.shards.reading import shard_files
 from region_agent.tasks.folder import TaskFolder
@@ -155,13 +155,19 @@ class Profiler:
                     async with self._turn:
                         report.MergeFrom(await measure(command, meters))
         except GeofedError as error:
-            report.error.CopyFrom(to_proto(error))
+            report.error.CopyFrom(to_proto(self._without_quotes(command, error)))
         if report.HasField("error"):
             report.usd = self._usd(meters)
         while len(self._answers) >= _MAX_KEPT_ANSWERS:
             del self._answers[next(iter(self._answers))]
         self._answers[command.id] = report
         self._report(report)
+
+    def _without_quotes(self, command: agent_pb2.ProfileTask, error: GeofedError) -> GeofedError:
+        """Return an error as it may leave the region."""
+        if not keeps_texts(self._context.config, command.task.dataset):
+            return error
+        return without_quotes(error, command.region, command.id)
 
     def _report_condition(self, command: agent_pb2.ProfileTask, condition: str) -> None:
         self._report(agent_pb2.ProfileReport(id=command.id, condition=condition))
@@ -212,6 +218,7 @@ class Profiler:
                 self._take_labels(command, pace, weight)
             except GeofedError as error:
                 # The size is still useful.
+                error = self._without_quotes(command, error)
                 weight.note = f"{error.code}: {error.message}"
         weight.usd, weight.last = self._usd(meters), True
         return agent_pb2.ProfileReport(weight=weight)
@@ -408,7 +415,7 @@ class Profiler:
     ) -> dict[str, Any]:
         """Return the fields of `scheduler.tuning.TaskProfile`."""
         config, first = self._context.config, profiles[0].numbers
-        prices = config.channel.prices
+        prices, held = config.channel.prices, config.datasets[command.task.dataset]
         channel = {"name": self._context.channel.kind, **costs}
         if prices is not None:
             channel |= {
@@ -429,7 +436,8 @@ class Profiler:
             "update_seconds": first.update_seconds,
             "stored_bytes_per_second": rates[0],
             "fresh_bytes_per_second": rates[1],
-            "norms": [pair.model_dump() for pair in first.norms],
+            # Of gradients without noise.
+            "norms": [] if held.privacy is not None else [pair.model_dump() for pair in first.norms],
             "evaluation_peak_mb": max(one.numbers.evaluation_peak_mb for one in profiles),
             "channel": channel,
             "start_seconds": cold,

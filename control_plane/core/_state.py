@@ -100,6 +100,8 @@ class WanExchange:
     """Size of the last update; 0: unknown."""
     routes: int = 0
     """Number of the latest routes that the parameter server knows, as in `JobState.routes`."""
+    suspicion: dict[str, int] = field(default_factory=dict)
+    """Rounds in which each region's update was suspect to the robust rule, less those in which it was not."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,8 @@ class Report:
     """Of all rounds up to `round`; None: not reported."""
     privacy: PrivacySpent | None = None
     """None: the job has no differential privacy. Otherwise its loss is not told."""
+    data: dict[str, str] = field(default_factory=dict)
+    """Digest of each split of the region's own shard, as ALGORITHM:HEX; empty: not told."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from control_plane.spec._model import JobSpec
 from control_plane.spec.sections import GUARD
 from scheduler import ClientDemand, Demand
 from sync.codec import codec_named
-from sync.robust import ROBUST_SETTING
+from sync.robust import QUARANTINE_ROUNDS, ROBUST_SETTING
 
 LEAD = 8
 """Default of `advanced.wan.lead`, in rounds. Unbounded staleness makes a model diverge if rounds are shorter than the
@@ -138,6 +138,8 @@ def _settings(spec: JobSpec) -> dict[str, float]:
         found["compensation"] = COMPENSATION_STRENGTH
     if wan.robust != "none":
         found[f"{ROBUST_SETTING}{wan.robust}"] = float(_count(wan.byzantine) or 0)
+        if wan.quarantine != QUARANTINE_ROUNDS:
+            found["quarantine"] = float(wan.quarantine)
     if wan.traits.significance:
         found["significance"] = wan.significance or wan.traits.significance
     return found

@@ -105,7 +105,10 @@ class JobSpec(Section):
         refused = (
             (self.clients is not None, "`clients`"),
             (isinstance(self.parallelism, Parallelism), "a pipeline"),
-            (self.privacy.differential is not None, "`privacy.differential`, whose noise would change the model"),
+            (
+                self.privacy.differential is not None and self.privacy.differential.level == "region",
+                "`privacy.differential.level: region`; with `level: sample` the counts of its histograms have noise",
+            ),
             (self.train.precision == "fp16", "`train.precision: fp16`, which scales a loss; use bf16"),
         )
         for is_refused, text in refused:
@@ -207,6 +210,14 @@ class JobSpec(Section):
         for is_refused, text in refused:
             if is_refused:
                 raise ValueError(f"{key} {text}")
+        return self
+
+    @model_validator(mode="after")
+    def _clips_what_is_trained(self) -> JobSpec:
+        wanted = self.privacy.differential
+        if wanted is not None and (wanted.clip_norm is None) is not self.evaluates_only:
+            nothing = "is of what is trained, and `train.end.steps: 0` trains nothing"
+            raise ValueError(f"`privacy.differential.clipNorm` {nothing if self.evaluates_only else 'is required'}")
         return self
 
     @model_validator(mode="after")

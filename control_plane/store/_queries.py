@@ -70,6 +70,16 @@ class Queries(Database):
         with self._reading() as connection:
             return [AuditRow(**row) for row in connection.execute(wanted).mappings()]
 
+    def region_heads(self, job: str) -> dict[str, Any]:
+        """Return the last head of each region's own audit log that is recorded with a job, by region. Reads the log."""
+        # Texts are JSON with sorted keys.
+        with_kind, of_job = t.audit.c.text.contains('"kind": "region.head"'), t.audit.c.text.contains(json.dumps(job))
+        wanted = select(t.audit.c.text).where(with_kind, of_job).order_by(t.audit.c.seq)
+        with self._reading() as connection:
+            entries = [json.loads(text) for text in connection.execute(wanted).scalars()]
+        told = [one for one in entries if (one["kind"], one.get("job")) == ("region.head", job) and "head" in one]
+        return {one["region"]: one["head"] for one in told}
+
     def jobs_with_events_beyond(self, most: int) -> list[str]:
         """Return the jobs that have more events than `most`. Reads the index of all events."""
         many = select(t.events.c.job).where(t.events.c.job != "").group_by(t.events.c.job)

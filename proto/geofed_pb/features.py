@@ -22,7 +22,9 @@ __all__ = [
     "MERGE_TO_ALL",
     "PARTS",
     "PRECISION",
+    "PRIVATE_COUNTS",
     "PROBED_LABELS",
+    "QUARANTINE",
     "REQUIREMENTS",
     "ROBUST_BACKGROUND",
     "SECRETS",
@@ -52,6 +54,8 @@ MERGE_RATIO = "advanced.merge.ratio"
 MERGE_STEP = "advanced.merge.step"
 MERGE_TO_ALL = "advanced.k: 0"
 ROBUST_BACKGROUND = "advanced.wan.robust with advanced.wan.exchange: background"
+PRIVATE_COUNTS = "privacy.differential with train.end.steps: 0"
+QUARANTINE = "advanced.wan.quarantine"
 PARTS = "task folder above 1 MiB"
 """Files of a task folder are sent each by itself."""
 PROBED_LABELS = "labels in probes"
@@ -59,6 +63,6 @@ PROBED_LABELS = "labels in probes"
 FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
-    IMAGE, ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER, COMPILE, GPUS, PROBED_LABELS,
+    IMAGE, ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER, COMPILE, GPUS, PROBED_LABELS, QUARANTINE, PRIVATE_COUNTS,
 )  # fmt: skip
 """All features of this version."""

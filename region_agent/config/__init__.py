@@ -9,7 +9,7 @@ from region_agent.config._channels import (
     RedisChannelConfig,
     S3ChannelConfig,
 )
-from region_agent.config._data import DatasetConfig, ModelsConfig, SplitConfig, StoreConfig
+from region_agent.config._data import DatasetConfig, ModelsConfig, PrivacyBudget, SplitConfig, StoreConfig
 from region_agent.config._gateways import (
     DockerGateway,
     EmbeddedGateway,
@@ -36,6 +36,7 @@ __all__ = [
     "OpenFaasGateway",
     "PlacementConfig",
     "PricesConfig",
+    "PrivacyBudget",
     "RedisChannelConfig",
     "RegionConfig",
     "RetentionConfig",

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from region_agent.config._section import Section
-from region_agent.config._types import RegionName
+from region_agent.config._types import RegionName, RoleName
 from region_agent.worker.data.formats import check_format
 from region_agent.worker.data.spec import FormatSpec
 
@@ -43,6 +43,19 @@ class PrivacyBudget(Section):
     """Most that all jobs together may spend, for ever."""
     delta: Annotated[float, Field(gt=0, lt=1)]
     """Probability with which epsilon may not hold; less than one by the number of samples."""
+    honest_regions: Annotated[int, Field(ge=1)] | None = None
+    """With `level: region` and secure aggregation: regions, this one included, whose noise counts, since their
+    operators neither leave it out nor tell it. Default: `privacy.minRegions` - 1 of the job, whichever regions the
+    control plane has chosen. 1: only the noise that this region adds itself."""
+
+
+class AllowedConfig(Section):
+    """Whose code may run on a dataset (docs/region-file.md#whose-code-runs-here)."""
+
+    users: tuple[str, ...] = ()
+    """Users of `policy.allowUsers`."""
+    roles: tuple[RoleName, ...] = ()
+    """Roles of `policy.roles`: all users that have one of them."""
 
 
 class DatasetConfig(Section):
@@ -66,6 +79,14 @@ class DatasetConfig(Section):
     """Fewest test samples of which metrics leave the region, and fewest in a bin of a histogram, or with a label that a
     profile counts (docs/privacy.md). Default: any number; 10 with a label."""
 
+    allow: AllowedConfig | None = None
+    """Whose code may run on the shard, in jobs, profiles and probes. Default: all whose code runs in the region."""
+
+    digest: Literal["keyed", "plain", "none"] = "keyed"
+    """What leaves the region of each split's digest, for the statement of where a model comes from (docs/audit.md).
+    `keyed`: a digest that only the region's key can make. `plain`: one that whoever has the data, or guesses them, can
+    make. `none`: nothing."""
+
     @model_validator(mode="after")
     def _stays_here(self) -> DatasetConfig:
         if self.residency != "region":
@@ -73,6 +94,8 @@ class DatasetConfig(Section):
                 raise ValueError("`privacy` requires `residency: region`: another region accounts for none of its data")
             if self.minimum_count is not None:
                 raise ValueError("`minimumCount` requires `residency: region`: other regions do not keep to it")
+            if self.allow is not None:
+                raise ValueError("`allow` requires `residency: region`: other regions do not know whose code may run")
         return self
 
     @property

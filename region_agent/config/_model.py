@@ -212,6 +212,28 @@ class RegionConfig(Section):
                 raise ValueError(f"`secrets.{name}.users`: whose keys are not in `policy.allowUsers` is not known here")
         return self
 
+    @model_validator(mode="after")
+    def _check_users(self) -> RegionConfig:
+        known, roles = self.policy.allow_users or {}, self.policy.roles
+        named = {f"policy.roles.{name}": users for name, users in roles.items()}
+        for name, held in self.datasets.items():
+            if held.allow is not None:
+                named[f"datasets.{name}.allow.users"] = held.allow.users
+                if lacking := [role for role in held.allow.roles if role not in roles]:
+                    raise ValueError(f"`datasets.{name}.allow.roles`: {lacking[0]} is not in `policy.roles`")
+        for key, users in named.items():
+            if not set(users) <= set(known):
+                raise ValueError(f"`{key}`: whose keys are not in `policy.allowUsers` is not known here")
+        return self
+
+    def users_of(self, dataset: str) -> frozenset[str] | None:
+        """Return the users whose code may run on a dataset; None: all whose code runs in the region."""
+        held = self.datasets.get(dataset)
+        if held is None or held.allow is None:
+            return None
+        of_roles = [user for role in held.allow.roles for user in self.policy.roles.get(role, ())]
+        return frozenset([*held.allow.users, *of_roles])
+
     @property
     def name(self) -> str:
         """Name of the region."""

@@ -13,7 +13,7 @@ from geofed_pb.address import bracketed
 from geofed_pb.bounds import SECRET_NAME
 from geofed_pb.user_code.images import is_image_entry
 from region_agent.config._section import Section
-from region_agent.config._types import NotNegative, Port
+from region_agent.config._types import NotNegative, Port, RoleName
 
 
 def _network(text: str) -> str:
@@ -37,14 +37,18 @@ class PolicyConfig(Section):
     """Most disk space of one job, in MB: state of its parameter server, shards of other regions, files of its workers,
     and its channel if that is a folder on the disk. A job that takes more fails with `LIMIT_EXCEEDED`. Default: what
     the disk has, except for a reserve."""
-    ship_logs: bool = True
-    """Whether log lines of job code may leave the region."""
+    ship_logs: bool | None = None
+    """Whether log lines of job code may leave the region. Default: yes, but not of jobs with differential privacy, nor
+    on datasets with `privacy` or `minimumCount`."""
     accept_shards: bool = True
     """Whether shards of other regions may be processed here, if their residency allows it."""
     allow_users: dict[str, Annotated[str, Field(pattern=r"^ed25519:[A-Za-z0-9+/]{43}=$")]] | None = None
     """Users whose code may run here, each with the public key that `geofed user key` prints; `operator` is the
     federation's operator. The agent checks their signatures, whatever the control plane says. Default: all users of
     the federation, signed or not."""
+    roles: dict[RoleName, tuple[str, ...]] = {}
+    """Roles in this region, by name, each with its users, of `allowUsers`: for `datasets.NAME.allow`. They are the
+    region's own, whatever roles the control plane gives."""
     approve: Literal["none", "first-run", "every"] = "none"
     """What waits for `geofed agent approve JOB`. `first-run`: a user's code the first time that it runs on a dataset.
     `every`: every job, profile and probe."""

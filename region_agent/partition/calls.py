@@ -310,6 +310,19 @@ def _ports_of(server: ServerConfig, row: PartitionRow) -> tuple[int, int, int | 
     return free_ports(server.exchange_host, server.ports, last, worker_host=server.worker_host)
 
 
+def _stated_bins(task: agent_pb2.TaskRef) -> dict[str, tuple[float | str, ...]]:
+    """Return the lists of numbers, or of texts, in the job's ``task.config``, by their keys."""
+    config = json.loads(task.config_json or "{}")
+    lists = {name: tuple(one) for name, one in config.items() if isinstance(one, list) and one}
+    numbers = {name: tuple(map(float, one)) for name, one in lists.items() if all(map(_is_number, one))}
+    texts = {name: one for name, one in lists.items() if all(isinstance(value, str) for value in one)}
+    return {**numbers, **texts}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def server_config_of(
     start: agent_pb2.StartPartition,
     action: StartPs,
@@ -360,4 +373,5 @@ def server_config_of(
         key_file=identity.key_file,
         revoked_file=identity.revoked_file,
         privacy_ledger=ledger if is_private(plan) else None,
+        stated_bins=_stated_bins(start.task) if is_private(plan) else {},
     )

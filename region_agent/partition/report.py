@@ -186,6 +186,7 @@ def _exchange(meters: dict[str, float], status: sync_pb2.PsStatus) -> agent_pb2.
     return agent_pb2.WanExchange(
         applied_updates=status.applied_updates,
         staleness=status.staleness,
+        suspicion=status.suspicion,
         refused=_by_region(meters, "refused:"),
         interval=status.interval,
         codec=status.codec,
@@ -196,6 +197,7 @@ def _exchange(meters: dict[str, float], status: sync_pb2.PsStatus) -> agent_pb2.
 
 def withhold(message: agent_pb2.PartitionReport, spent: agent_pb2.Privacy | None) -> None:
     """Take out of a report what was computed from the training data without noise, and put in what was spent."""
+    _withhold_text(message.evaluation)
     message.loss = message.round_loss = math.nan
     message.ClearField("logged")
     message.privacy.CopyFrom(spent or agent_pb2.Privacy())
@@ -207,8 +209,7 @@ def withhold_small_counts(evaluation: agent_pb2.Evaluation, least: int, config: 
     Error texts stay, too: they may quote a sample. So do bin edges that are not in the job's ``task.config``, which
     the code may have computed from samples.
     """
-    if evaluation.error:
-        evaluation.error = "it has failed, or is not complete; the region's own log says why"
+    _withhold_text(evaluation)
     told, _ = from_messages(evaluation.histograms)
     evaluation.ClearField("histograms")
     if evaluation.samples < least:
@@ -223,6 +224,12 @@ def withhold_small_counts(evaluation: agent_pb2.Evaluation, least: int, config: 
             evaluation.error = f"the bin edges of {name} are not in task.config, as the region's minimumCount requires"
         else:
             evaluation.histograms[name].CopyFrom(to_message(without_small_counts(one, least)))
+
+
+def _withhold_text(evaluation: agent_pb2.Evaluation) -> None:
+    """Replace the text of an error, which may quote a sample."""
+    if evaluation.error:
+        evaluation.error = "it has failed, or is not complete; the region's own log says why"
 
 
 def _lists_of_numbers(value: object) -> Iterator[tuple[float, ...]]:

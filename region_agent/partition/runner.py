@@ -83,7 +83,8 @@ from region_agent.partition.report import PartitionMeter, report_of, view_of, wi
 from region_agent.partition.server_events import ServerEvents
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS, PartitionShards
-from region_agent.privacy import PrivacyGuard, is_private
+from region_agent.privacy import PrivacyGuard, is_private, keeps_texts, ships_logs, without_quotes
+from region_agent.shards.digests import DataDigests
 from region_agent.shards.indexing import INDEXES, Indexes
 from region_agent.shards.weights import copy_weights
 from region_agent.state.store import AgentStore, PartitionRow
@@ -228,6 +229,8 @@ class PartitionRunner:
         )
         self._status = sync_pb2.PsStatus()
         self.meter = PartitionMeter(context.store, start.job, context.config.worker_devices(gpus_of(start.task)))
+        self._data: dict[str, str] = {}
+        """Digests of the region's own splits, as they are told."""
         self._invocations = Invocations(
             start,
             context.config,
@@ -253,8 +256,22 @@ class PartitionRunner:
         """Pass an event to the state machine and carry out the actions that it returns."""
         # Tasks that are started meanwhile have the job in all their lines, too.
         with structlog.contextvars.bound_contextvars(job=self.job):
-            for action in self.machine.handle(event):
+            for action in self.machine.handle(self._without_quotes(event)):
                 self._carry_out(action)
+
+    def _without_quotes(self, event: Event) -> Event:
+        """Return an event with an error as it may leave the region: reports, conditions and the history quote it."""
+        if not keeps_texts(self._context.config, self.start.task.dataset, self.start.plan):
+            return event
+        region = self.start.region
+        match event:
+            case PsStatusChanged(view) if view.error is not None:
+                error = without_quotes(view.error, region, self.job)
+                condition = view.condition if error is view.error else ""
+                return PsStatusChanged(replace(view, error=error, condition=condition))
+            case WorkerEnded() | ActionFailed() | PsEnded() if event.error is not None:
+                return replace(event, error=without_quotes(event.error, region, self.job))
+        return event
 
     def begin(self) -> None:
         """Start the partition, or resume it after a restart of the agent."""
@@ -436,12 +453,13 @@ class PartitionRunner:
         message.speed.merged_by = self._merged_by
         message.blob_digest = blob_digest
         message.keeps_models = True
+        message.data.update(self._data)
         message.kept.CopyFrom(self._kept)
         held = self._context.config.datasets.get(self.start.task.dataset)
-        if held is not None and held.minimum_count:
-            withhold_small_counts(message.evaluation, held.minimum_count, self._task_config)
         if is_private(self.start.plan):
             withhold(message, self._privacy.spent(self.job))
+        if held is not None and held.minimum_count:
+            withhold_small_counts(message.evaluation, held.minimum_count, self._task_config)
         self._context.report(message, durable)
 
     # Implementation of the actions
@@ -451,6 +469,7 @@ class PartitionRunner:
         context = self._context
         await self._shards.receive(self._run)
         await self._invocations.sign_splits()
+        await self._digest_data()
         folder = await context.fetch_task(task.bundle_digest)
         # The parameter server reads this file when the first worker connects, which is later.
         if (initial := initial_model_file(self.start, self._folder)) is not None:
@@ -474,9 +493,20 @@ class PartitionRunner:
         self._function.grants = await asyncio.to_thread(self._invocations.grants)
         await self._function.deploy()
         await self._function.wait_ready()
-        if context.config.policy.ship_logs:
+        if ships_logs(context.config, task.dataset, plan):
             self._run(self._logs.follow())
+        elif context.config.policy.ship_logs is None:
+            text = f"lines of job code stay in {self.start.region}, since they may quote data"
+            context.log(self.job, "agent", text)
         self.feed(PartitionPrepared())
+
+    async def _digest_data(self) -> None:
+        held = self._context.config.datasets.get(self.start.task.dataset)
+        if self._shards.own and held is not None:
+            self._installing = "reading the data for their digests"
+            digests = DataDigests(self._context.state_dir)
+            self._data = await asyncio.to_thread(digests.of, held, self._context.config.stores)
+            self._installing = ""
 
     async def _scale(self) -> None:
         self.feed(await self._function.deploy())

@@ -22,9 +22,14 @@ SIGNATURE_LIFE = timedelta(hours=1)
 """Time for which a presigned URL is valid."""
 
 
-def shard_files(dataset: DatasetConfig, stores: dict[str, StoreConfig]) -> dict[str, tuple[ShardFile, ...]]:
-    """Return the files of each split. Blocks; raises ``GeofedError("SHARD_UNREADABLE")``."""
-    store, versions = stores.get(dataset.store, StoreConfig()), dataset.format is not None
+def shard_files(
+    dataset: DatasetConfig, stores: dict[str, StoreConfig], *, versions: bool = False
+) -> dict[str, tuple[ShardFile, ...]]:
+    """Return the files of each split. Blocks; raises ``GeofedError("SHARD_UNREADABLE")``.
+
+    ``versions``: state for each file what changes with its content, also where the dataset has no format.
+    """
+    store, versions = stores.get(dataset.store, StoreConfig()), versions or dataset.format is not None
     return {name: _split(part.uri, store, versions=versions) for name, part in dataset.splits.items()}
 
 

@@ -65,10 +65,12 @@ class RegionAudit:
             return None
         return self._start(kind, command, approved, checked)
 
-    def starting(self, command: agent_pb2.StartPartition, approved: str, *, checked: bool = False) -> None:
+    def starting(
+        self, command: agent_pb2.StartPartition, approved: str, *, checked: bool = False, approver: str = ""
+    ) -> None:
         """Record that a stored partition starts now, unless it was recorded when it was stored.
 
-        Raises ``GeofedError("DISK_FULL")``.
+        ``approver``: who has approved it, if it waited for that. Raises ``GeofedError("DISK_FULL")``.
         """
         job, digest = _job(command.job), _digest_of(command)
         last = self._store.last_of(job, "job.received", "job.started")
@@ -77,7 +79,8 @@ class RegionAudit:
             return
         entries = [self._start("job.started", command, approved, checked)]
         if last is not None and last != started:
-            entries.insert(0, self._entry("job.approved", command.job, command.epoch, digest, received=last[0]))
+            facts = {"received": last[0], "approver": approver}
+            entries.insert(0, self._entry("job.approved", command.job, command.epoch, digest, **facts))
         self._store.add_audit(*entries, now=True)
 
     def _start(self, kind: str, command: agent_pb2.StartPartition, approved: str, checked: bool) -> AuditEntry:
@@ -188,6 +191,7 @@ class RegionAudit:
             received_bytes=dict(report.totals.received_bytes),
             usd=sum(money.usd for money in report.totals.money),
             epsilon=report.privacy.epsilon if report.HasField("privacy") else None,
+            data=dict(report.data),
         )
         self._store.add_audit(entry, unless=[f"{started} {state}" for state in ends])
 

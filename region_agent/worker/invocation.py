@@ -226,6 +226,13 @@ class Invocation(BaseModel):
     store_seconds: float = Field(default=5.0, ge=0)
     """Shortest time between two states that a stage stores for a later attempt."""
 
+    @model_validator(mode="after")
+    def _adds_noise(self) -> Invocation:
+        # Clients and stages make steps of their own, which know nothing of noise.
+        if self.private is not None and (self.clients is not None or self.stages):
+            raise ValueError("differential privacy of samples with clients or stages")
+        return self
+
 
 class Outcome(BaseModel):
     """BoundaryAnswer of an invocation: how it ended, and what it used."""

@@ -35,7 +35,7 @@ from sync.ps.core.waiting_settings import WaitingSettings
 from sync.ps.engine import Engine
 from sync.ps.exchange import ExchangeService, PeerLinks
 from sync.ps.execution.executor import ActionExecutor
-from sync.ps.execution.releases import Releases
+from sync.ps.execution.releases import CountReleases, Releases
 from sync.ps.execution.storage import Storage
 from sync.ps.mask_keys import MaskKeys
 from sync.ps.rejoin import rejoin
@@ -117,6 +117,7 @@ def _engine(config: PsConfig) -> Engine:
         config.initial_own_model,
         config.initial_holds,
         Releases.of(config.privacy_ledger, config.job, config.region, settings, shares, config.steps_per_round),
+        CountReleases.of(config.privacy_ledger, config.job, settings, config.stated_bins),
         weighs_by_shares=config.weighs_by_shares,
         local_steps=config.local_steps,
         data_shares=config.data_shares,

@@ -87,6 +87,9 @@ class PsConfig(BaseModel):
     """JSON list of the serial numbers of revoked certificates, which the agent keeps up to date."""
     privacy_ledger: Path | None = None
     """Folder of the region's ledger of releases, for a job with differential privacy."""
+    stated_bins: dict[str, tuple[float | str, ...]] = {}
+    """Lists of the job's ``task.config``, by their keys: bin edges, or categories, of the histogram of that name. Used
+    where the noise is on counts."""
     stall_seconds: float = 30.0
     """Timeout of a transfer without progress; it is then resumed."""
 

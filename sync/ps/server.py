@@ -301,6 +301,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             routes=progress.routes,
             update_bytes=progress.update_bytes,
             codec=self._engine.executor.codec_name,
+            suspicion=self._engine.executor.suspicion,
             decisions=self._engine.controller.decisions,
             channel=asdict(self._engine.channel.usage),
             link_streams={region: peer_sender.meter.streams for region, peer_sender in peer_senders.items()},

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 
 from sync.registry import Registry
 from sync.robust._contract import Combined, RobustRule
-from sync.robust._merge import RobustMerge
+from sync.robust._merge import QUARANTINE_ROUNDS, SUSPECT_ROUNDS, RobustMerge
 from sync.robust._numbers import squared_distance
 
 __all__ = [
+    "QUARANTINE_ROUNDS",
     "ROBUST_SETTING",
+    "SUSPECT_ROUNDS",
     "Combined",
     "RobustMerge",
     "RobustRule",

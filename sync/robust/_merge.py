@@ -15,14 +15,14 @@ from sync.robust._contract import Combined, RobustRule
 from sync.robust._numbers import squared_distance
 from sync.robust.trimmed_mean import median
 
-__all__ = ["RobustMerge"]
+__all__ = ["QUARANTINE_ROUNDS", "SUSPECT_ROUNDS", "RobustMerge"]
 
 _FAR = 3.0
 """A change is suspect if it lies so many times as far from the merged one as the median of all changes."""
-_SUSPECT_ROUNDS = 5
+SUSPECT_ROUNDS = 5
 """Suspect rounds, less those that were not, after which a region is put in quarantine."""
-_QUARANTINE_ROUNDS = 20
-"""Rounds for which the updates of a region in quarantine are not merged."""
+QUARANTINE_ROUNDS = 20
+"""Rounds for which the updates of a region in quarantine are not merged, where a job does not say."""
 _PREFIX = "robust/"
 _RULE = f"{_PREFIX}rule/"
 _REGION = f"{_PREFIX}region/"
@@ -34,15 +34,24 @@ class RobustMerge:
     """Turns the updates of a round into one. All its state is in the memory that is stored with the model, so that all
     regions judge alike."""
 
-    def __init__(self, rule: RobustRule, wrong: int, *, background: bool = False) -> None:
+    def __init__(
+        self, rule: RobustRule, wrong: int, *, background: bool = False, quarantine: int = QUARANTINE_ROUNDS
+    ) -> None:
         """``wrong``: number of regions that may be wrong; 0: as many as the rule withstands. ``background``: regions do
-        not begin their rounds from the merged model, but from their own."""
-        self._rule, self._wrong, self._background = rule, wrong, background
+        not begin their rounds from the merged model, but from their own. ``quarantine``: rounds of a quarantine; 0:
+        there is none."""
+        self._rule, self._wrong, self._background, self._quarantine = rule, wrong, background, quarantine
 
     @staticmethod
     def owns(name: str) -> bool:
         """Whether an entry of the memory is of a robust merge."""
         return name.startswith(_PREFIX)
+
+    @staticmethod
+    def suspicion(memory: Mapping[str, Vector]) -> dict[str, int]:
+        """Return the suspect rounds of each region, less those that were not, as far as there are any."""
+        regions = {name.removeprefix(_REGION): v for name, v in memory.items() if name.startswith(_REGION)}
+        return {region: int(vector[0]) for region, vector in regions.items() if vector[0] >= 1}
 
     def merge(
         self, contributions: Sequence[Contribution], memory: Mapping[str, Vector], trained: int
@@ -135,7 +144,7 @@ class RobustMerge:
             suspicion = float(memory.get(f"{_REGION}{contribution.region}", np.zeros(2, np.float32))[0])
             suspicion = suspicion + 1 if square > _FAR**2 * usual else max(0.0, suspicion - 1)
             left = 0.0
-            if suspicion >= _SUSPECT_ROUNDS and away < wrong:
-                suspicion, left, away = 0.0, float(_QUARANTINE_ROUNDS), away + 1
+            if suspicion >= SUSPECT_ROUNDS and self._quarantine and away < wrong:
+                suspicion, left, away = 0.0, float(self._quarantine), away + 1
             entries[f"{_REGION}{contribution.region}"] = np.array([suspicion, left], np.float32)
         return entries

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from geofed_pb.errors import GeofedError
-from sync.robust import ROBUST_SETTING, robust_in, robust_rule_named
+from sync.robust import QUARANTINE_ROUNDS, ROBUST_SETTING, robust_in, robust_rule_named
 from sync.secure import FEWEST_REGIONS
 
 __all__ = ["ExchangeSettings"]
@@ -57,12 +57,18 @@ class ExchangeSettings:
     """Largest norm of this region's update, or of a sample's gradient."""
     sampled: float = 0.0
     """1: clipped and noisy are the gradients of samples, in the workers; 0: the region's update."""
+    measured: float = 0.0
+    """1: nothing is trained, and the noise is on the counts of an evaluation's histograms."""
     delta: float = 0.0
     """Delta of the job file."""
     epsilon: float = 0.0
     """What the whole plan costs for this delta, in the region where it is most."""
     byzantine: float = 0.0
     """Number of regions whose updates may be arbitrarily wrong; 0: as many as the rule withstands."""
+
+    quarantine: float = float(QUARANTINE_ROUNDS)
+    """With a robust rule: rounds for which updates of a region are not merged that were suspect again and again; 0:
+    they always are."""
 
     @classmethod
     def of(cls, settings: Mapping[str, float]) -> tuple[ExchangeSettings, dict[str, float]]:
@@ -92,7 +98,7 @@ class ExchangeSettings:
             raise GeofedError("CONFIG_INVALID", text)
         if found.secure and (found.background or found.robust or found.fragments > 1 or found.significance):
             raise GeofedError("CONFIG_INVALID", "secure aggregation requires the mean of whole synchronous updates")
-        if found.noise and not (found.clip > 0 and 0 < found.delta < 1 and found.sampled in (0, 1)):
+        if found.noise and not (found.clip > 0 and 0 < found.delta < 1 and found.sampled + found.measured in (0, 1)):
             raise GeofedError("CONFIG_INVALID", "differential privacy requires the settings clip and delta")
         if found.noise and found.background:
             raise GeofedError("CONFIG_INVALID", "differential privacy requires synchronous exchange")

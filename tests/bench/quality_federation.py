@@ -19,11 +19,12 @@ import torch
 from quality_data import Data, split
 from quality_models import Workload
 
+from region_agent.worker.training.proximal import ProximalTerm
 from sync import framing
 from sync.codec import Codec, Float32, codec_named, with_state
 from sync.flat import FlatModel
 from sync.layout import Vector
-from sync.policy import Contribution
+from sync.policy import Contribution, policy_named
 from sync.ps.execution.replica import Replica, ReplicaState, expanded
 from sync.wan import ExchangeSettings, policy_of
 
@@ -116,6 +117,8 @@ class Trainer:
         self.workload, self._samples = workload, samples
         self.module = workload.model()
         self.flat = FlatModel(self.module)
+        self.proximal: ProximalTerm | None = None
+        """What the policy has the workers add to their gradients; its model is set at the begin of each round."""
         self._optimizer = workload.optimizer(self.module, rate)
         rise = max(1, steps // 20)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -128,6 +131,8 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         loss = self.workload.loss(self.module, self._samples.next())
         loss.backward()  # type: ignore[no-untyped-call]
+        if self.proximal is not None:
+            self.proximal.add()
         self._optimizer.step()
         self._schedule.step()
         return bool(torch.isfinite(loss.detach()))
@@ -183,6 +188,11 @@ class _Federation:
         self.replicas = {region: Replica(policy, exchange, codec, ReplicaState(first, first)) for region in REGIONS}
         for replica in self.replicas.values():
             replica.trained = flat.layout.trainable_size
+        if named := policy_named(setting.policy).proximal:
+            mu = {**policy_named(setting.policy).settings, **setting.settings}[named]
+            for trainer in trainers.values():
+                trainer.proximal = ProximalTerm(trainer.flat, mu)
+                trainer.proximal.begin_round(first)
         self.bytes_sent = {(a, b): 0 for a in REGIONS for b in REGIONS if a != b}
         self._free = dict.fromkeys(self.bytes_sent, 0.0)
         """When each link has sent what was given to it."""
@@ -244,6 +254,8 @@ class _Synchronous(_Federation):
                 self._merge(region, [update for update, _ in found], None)
                 replica.restart()
                 self.trainers[region].flat.load(replica.start)
+                if (proximal := self.trainers[region].proximal) is not None:
+                    proximal.begin_round(replica.start)
         models = [replica.model for replica in self.replicas.values()]
         assert all(np.array_equal(models[0], other) for other in models), "regions differ"
         self.seconds = now

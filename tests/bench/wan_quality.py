@@ -12,7 +12,8 @@ the third a quarter, as with `train.balance: speed`.
 The yardstick is one site that holds all data and trains synchronously on as many samples: the regions' batches together
 in as many steps. One region's batch in three times as many steps, which no exchange between regions can make, is shown
 beside it, and so is `bsp`, the exact mean of three regions after every step: the most that exchanging can give. Every
-contender chooses its learning rate out of the workload's three with a seed of its own, which is not measured.
+contender chooses its learning rate out of the workload's three with a seed of its own, which is not measured; a method
+chooses the setting of its server, or the weight of its proximal term, likewise.
 Points are per cent of accuracy, of tokens for text. Bytes are those of framed updates over all six links; `asgd` sends
 the whole change at every step in fp32. The regions make the first model themselves, seeded alike.
 """
@@ -56,8 +57,14 @@ PACES = (1.0, 0.5, 0.25)
 """Local steps of the regions with ``--methods``, as a part of the interval."""
 METHOD_INTERVAL = 40
 METHOD_SPLITS = ("dirichlet-0.3", "dirichlet-0.1")
-METHODS = {"fedavg": "ma", "fednova": "fednova"}
-"""Their policies, by the names of the rows."""
+METHODS = {
+    "fedavg": ("ma", "", (0.0,)), "fednova": ("fednova", "", (0.0,)),
+    "fedprox": ("fedprox", "mu", (0.001, 0.01, 0.1)), "fedavgm": ("fedavgm", "lr", (0.3, 0.6, 1.0)),
+    "fedadam": ("fedadam", "lr", (0.003, 0.01, 0.03)), "fedyogi": ("fedyogi", "lr", (0.003, 0.01, 0.03)),
+    "fedadagrad": ("fedadagrad", "lr", (0.01, 0.03, 0.1)),
+}  # fmt: skip
+"""By the names of the rows: the policy, the setting of it that is chosen as the rate is, and the values that it is
+chosen of."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +77,21 @@ class Job:
     steps: int
     rate: float
     seed: int
+    value: float = 0.0
+    """Of the setting that a method chooses; 0: it has none."""
 
 
-def contenders(workload: Workload, steps: int) -> dict[str, Setting]:
-    """Those with WAN exchange, for a job of so many steps."""
+def contenders(workload: Workload, steps: int, value: float = 0.0) -> dict[str, Setting]:
+    """Those with WAN exchange, for a job of so many steps; ``value``: of the setting that a method chooses."""
     found = [
         default(workload, steps),
         Setting("bsp", "bsp", 1),
         Setting("ma-int8", "ma", max(1, steps // 6), "int8"),
         Setting("asgd-ga-f8", "asgd-ga", 8, "fp32", {"background": 1.0}),
     ]
-    found += [Setting(name, policy, METHOD_INTERVAL, paces=PACES) for name, policy in METHODS.items()]
+    for name, (policy, key, _) in METHODS.items():
+        settings = {key: value} if key and value else {}
+        found.append(Setting(name, policy, METHOD_INTERVAL, settings=settings, paces=PACES))
     return {setting.name: setting for setting in found}
 
 
@@ -107,7 +118,7 @@ def make(job: Job, folder: Path) -> Outcome:
         return alone(
             workload, data, batch=batches * workload.batch, steps=job.steps * 3 // batches, rate=job.rate, seed=job.seed
         )
-    setting = contenders(workload, job.steps)[job.contender]
+    setting = contenders(workload, job.steps, job.value)[job.contender]
     return federated(workload, data, setting, alpha=SPLITS[job.split], steps=job.steps, rate=job.rate, seed=job.seed)
 
 
@@ -155,12 +166,37 @@ def _workload(name: str, given: Namespace, seeds: int, pool: ProcessPoolExecutor
         return outcomes
 
     # A rate for each contender, with a seed of its own, then all rows with the same seeds.
+    if given.methods:
+        rows = _with_values(workload, rows, given, run)
     rate = _rates(workload, rows, steps, given, run)
     chosen = [replace(row, rate=rate[row.contender]) for row in rows]
     jobs = [replace(row, seed=seed) for row in chosen for seed in range(1, seeds + 1)]
     outcomes = run(jobs)
     found = {(row.contender, row.split): outcomes[at * seeds : (at + 1) * seeds] for at, row in enumerate(chosen)}
     _show(workload, steps, found, rate, report)
+    report.details |= {f"{name}, {row.contender}, {METHODS[row.contender][1]}": row.value for row in rows if row.value}
+
+
+def _with_values(
+    workload: Workload, rows: Sequence[Job], given: Namespace, run: Callable[[Sequence[Job]], list[Outcome]]
+) -> list[Job]:
+    """The rows with the value of its setting that suits each method best, at the workload's middle rate, by the loss on
+    the labels that differ less."""
+    tried = [
+        replace(row, rate=workload.rates[1], seed=TUNING_SEED, value=value)
+        for row in rows
+        if row.contender in METHODS and row.split == METHOD_SPLITS[0]
+        for value in METHODS[row.contender][2]
+        if METHODS[row.contender][1]
+    ]
+    best = {job.contender: METHODS[job.contender][2][1] for job in tried}
+    if not given.quick:
+        losses = list(zip(tried, run(tried), strict=True))
+        for name in best:
+            best[name] = min((outcome.loss, job.value) for job, outcome in losses if job.contender == name)[1]
+    if best:
+        print("chosen:", ", ".join(f"{METHODS[name][1]} {value:g} of {name}" for name, value in best.items()))
+    return [replace(row, value=best.get(row.contender, 0.0)) for row in rows]
 
 
 def _rates(

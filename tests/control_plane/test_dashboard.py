@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from control_plane._view import job_view
 from control_plane.dashboard import _dashboard, _pages, _series, _timeline
 from control_plane.dashboard._chart import line_chart, thinned, ticks
 from control_plane.dashboard._sessions import LIFE_SECONDS, Sessions
@@ -87,6 +88,7 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
             assert f'geofed_partition_loss{{job="{job}",region="a"}} 0.333' in shown
             assert f'geofed_partition_usd{{job="{job}",region="a"}} 0.25' in shown
             await finish(job, a, b)
+            assert "epsilon spent" not in page, "the job has no differential privacy"
             assert 'geofed_jobs{state="succeeded"} 1.0' in (await pages.get("/metrics", **bearer)).text
             page = (await pages.get(f"/jobs/{job}")).text
             assert "job.succeeded" in page
@@ -94,6 +96,23 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
             assert "data-live" not in page
             assert "<h2>Result</h2>" in page
             assert "No jobs are active." in (await pages.get("/")).text
+
+    told(serve_config, scene)
+
+
+def test_the_page_of_a_private_job_shows_what_each_region_has_spent(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        async with browser(stage) as pages:
+            job = (await stage.submit(job_file)).job.id
+            await train(job, a, b)
+            spent = agent_pb2.Privacy(epsilon=1.53125, delta=1e-5, releases=3)
+            a.report(job, "training", **figures("a", "b", 1), privacy=spent)
+            await a.settled()
+            page = (await pages.get(f"/jobs/{job}")).text
+            assert '<th class="right">epsilon spent</th>' in page
+            assert '<td class="right">1.531</td>' in page
+            view = job_view(await stage.client.job(job))
+            assert [part["epsilon"] for part in view["partitions"]] == [1.53125, None]
 
     told(serve_config, scene)
 

@@ -21,6 +21,7 @@ from control_plane.core import (
     wan_links,
 )
 from control_plane.service._metrics import MetricsExporter
+from control_plane.service.rpc._wire import _partition, _suspicions
 
 
 def job(**b_to_a: object) -> JobState:
@@ -45,6 +46,14 @@ def test_each_figure_comes_from_the_end_that_knows_it() -> None:
     assert (forth.rtt_ms, forth.goodput_mbps, forth.streams, forth.codec, forth.interval) == (80.0, 40.0, 4, "int8", 20)
     assert (forth.sent_bytes, forth.received_bytes, forth.staleness, forth.refused) == (7, 6, 1.5, 0)
     assert (back.source, back.state, back.staleness, back.refused) == ("b", "relayed", 2.0, 1)
+
+
+def test_a_region_whose_updates_lie_far_from_the_others_is_told_before_its_quarantine() -> None:
+    assert _suspicions(job()) == {}
+    state = job_state_from_json(job_state_to_json(job(exchange=WanExchange(suspicion={"a": 3}))))
+    told = _partition(state.partitions[0], 0.0, 1, _suspicions(state).get("a", ""), ended=False)
+    assert told.condition == "its updates lay far from the others' in 3 of the 5 rounds that lead to quarantine"
+    assert _suspicions(state).keys() == {"a"}
 
 
 def test_regions_without_anything_between_them_have_no_link() -> None:

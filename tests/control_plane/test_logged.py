@@ -12,6 +12,15 @@ from geofed_pb.bounds import LOGGED_NAME_BYTES, MOST_LOGGED
 from geofed_pb.v1 import agent_pb2, common_pb2
 
 
+def test_digests_of_data_are_bounded_and_no_other_text_is_taken_for_one() -> None:
+    good = {"train": f"hmac-sha256:{'0a' * 32}", "test": f"sha256-etags:{'0a' * 32}"}
+    bad = {"a": "sha256:0a", "b": "<b>", "c": f"md5:{'0a' * 32}", "d": f"sha256:{'0A' * 32}"}
+    assert report_of(agent_pb2.PartitionReport(data=good | bad)).data == good
+    many = {str(number): good["train"] for number in range(1000)}
+    assert len(report_of(agent_pb2.PartitionReport(data=many)).data) == 100
+    assert report_of(agent_pb2.PartitionReport()).data == {}, "an older agent tells none"
+
+
 def test_what_an_agent_reports_is_bounded() -> None:
     values = {"loss": 1.0, "not finite": math.nan, "x" * 500: 2.0, "bell\x07": 3.0}
     logged = common_pb2.Logged(round=3, values=values)

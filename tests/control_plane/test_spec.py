@@ -137,6 +137,7 @@ function: {slice: 11m}
             )
         ),
         (("interval: 2", "byzantine: 1"), "F:7:17: `advanced.wan`: `byzantine` requires `robust`"),
+        (("interval: 2", "quarantine: 0"), "F:7:17: `advanced.wan`: `quarantine` requires `robust`"),
         (("interval: 2", "robust: average"), "F:7:26: `advanced.wan.robust` must be 'none', 'centered-clipping'"),
         (
             ("interval: 2", "robust: median, policy: asgd-ga"),
@@ -241,6 +242,7 @@ PRIVATE = "privacy.differential={level: sample, epsilon: 3, delta: 1e-5, clipNor
         (["privacy.differential.delta=1"], "`privacy.differential.delta`: input should be less than 1"),
         (["privacy.differential.clipNorm=0"], "`privacy.differential.clipNorm`: input should be greater than 0"),
         (["privacy.differential.level=user"], "privacy.differential.level"),
+        (["privacy.differential.clipNorm=null"], "`privacy.differential.clipNorm` is required"),
     ],
 )
 def test_what_noise_cannot_be_used_with_is_refused(job_file: Path, settings: list[str], told: str) -> None:
@@ -293,7 +295,11 @@ def test_what_clients_cannot_be_used_with_is_refused(job_file: Path, settings: l
         (["clients={fraction: 0.5}"], "`train.end.steps: 0` trains nothing, and cannot be used with `clients`"),
         (
             ["privacy.differential={level: region, epsilon: 3, delta: 1e-5, clipNorm: 1}"],
-            "`privacy.differential`, whose",
+            "`privacy.differential.level: region`; with `level: sample` the counts of its histograms have noise",
+        ),
+        (
+            ["privacy.differential={level: sample, epsilon: 3, delta: 1e-5, clipNorm: 1}"],
+            "`privacy.differential.clipNorm` is of what is trained",
         ),
         (["train.precision=fp16"], "cannot be used with `train.precision: fp16`"),
         (["parallelism={pipeline: {}}"], "cannot be used with a pipeline"),

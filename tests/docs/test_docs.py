@@ -180,7 +180,7 @@ def test_the_region_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     file.write_text(_yaml("region-file.md"))
     config = load_config(file)
     assert config.name == "frankfurt"
-    whole, models, secrets, packages, *channels = _yamls("region-file.md")
+    whole, models, allowed, secrets, packages, *channels = _yamls("region-file.md")
     file.write_text(whole + models)
     assert [folder.store for folder in load_config(file).models] == ["main", ""]
     file.write_text((whole + models).replace("store: main}\n  - {uri: file", "store: gone}\n  - {uri: file"))
@@ -188,6 +188,8 @@ def test_the_region_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
         load_config(file)
     file.write_text(whole + packages)
     assert load_config(file).installs
+    file.write_text(re.sub(r"^(policy|datasets):\n(?:  .*\n)+", "", whole, flags=re.MULTILINE) + allowed)
+    assert load_config(file).users_of("scans") == {"ann", "eve"}
     file.write_text(re.sub(r"^policy:\n(?:  .*\n)+", "", whole, flags=re.MULTILINE) + secrets)
     assert load_config(file).secrets["warehouse"].users == ("ann",)
     for kind, channel in zip(("redis", "s3"), channels, strict=True):

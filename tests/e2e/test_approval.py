@@ -25,11 +25,15 @@ def test_a_job_waits_until_the_region_lets_its_users_code_run(tmp_path: Path) ->
         key = federation.control_plane("user", "key").stdout.strip()
         file = federation.region_state("oslo") / "region.yaml"
         config = json.loads(file.read_text())
-        config["policy"] = {"allowUsers": {"operator": key}, "approve": "first-run"}
+        config["policy"] = {"allowUsers": {"operator": key}, "approve": "first-run", "roles": {"ward": []}}
+        config["datasets"]["scans"] = config["datasets"]["digits"] | {"allow": {"roles": ["ward"]}}
         file.write_text(json.dumps(config))
         federation.start_agent("oslo")
         federation.wait_connected(["oslo"])
         running = Running(federation, tmp_path)
+        refused = running.wait_end(running.submit("train.end.epochs=1", "data.dataset=scans"))
+        assert (refused["state"], refused["error"]["code"]) == ("failed", "FORBIDDEN")
+        assert "region oslo runs no code of user operator on scans" in refused["error"]["message"]
         job = running.submit("train.end.epochs=2")
         eventually(lambda: job in agents(federation, "pending"), "the job waits for approval", 30)
         assert f"geofed agent approve {job}" in running.describe(job)["condition"]

@@ -13,6 +13,7 @@ import pytest
 from support.commands import run_here
 from support.running import UNHURRIED, Federation, Running, digits_sites, paths_under
 
+from geofed_pb.security.attestation import opened
 from geofed_pb.security.audit import GENESIS, hash_of
 from region_agent.link.witness import AUDIT_HEADS
 
@@ -73,6 +74,51 @@ def check_the_regions_own_log(
     assert (broken.returncode, "differs from what a witness" in broken.stderr) == (8, True), broken.stderr
 
 
+def check_the_data(running: Running, job: str, ended: dict[str, Any], statement: Path, check: tuple[str, ...]) -> None:
+    """The statement names each region's data by its digest, which another content changes, and the region's log has."""
+    federation, made = running.federation, opened(statement.read_text())
+    told = {one["name"]: one["data"] for one in ended["result"]["regions"]}
+    assert made.data == told
+    assert sorted(told) == ["a", "b"]
+    assert not [name for name, head in made.region_heads.items() if not head]
+    dependencies = made.statement["predicate"]["buildDefinition"]["resolvedDependencies"]
+    named = {one["name"]: one.get("digest") for one in dependencies}
+    assert named["data of a"] == {"hmac-sha256": told["a"]["train"].partition(":")[2]}
+    assert {"data of a, test", "data of b, test"} <= set(named)
+
+    folder = federation.region_state("a")
+    state, config = folder / "state", folder / "region.yaml"
+
+    def digests() -> dict[str, str]:
+        argv = ("digest", "digits", "--config", str(config), "--state-dir", str(state), "-o", "json")
+        return dict(json.loads(run_here("agent", *argv, program="geofed").stdout)["data"]["keyed"])
+
+    assert digests() == told["a"]
+    train = Path(json.loads(config.read_text())["datasets"]["digits"]["splits"]["train"]["uri"])
+    content = train.read_bytes()
+    train.write_bytes(content + b" ")
+    assert digests()["train"] != told["a"]["train"]
+    assert digests()["test"] == told["a"]["test"]
+    train.write_bytes(content)
+
+    own = folder / "own.jsonl"
+    export = ("audit", "export", str(own), "--state-dir", str(state))
+    assert run_here("agent", *export, program="geofed").returncode == 0
+    assert federation.control_plane(*check, "--region-log", str(own)).returncode == 0
+    with sqlite3.connect(state / "agent.db") as connection:
+        rows = connection.execute("SELECT seq, text, hash FROM audit ORDER BY seq").fetchall()
+        before = GENESIS
+        for seq, text, _ in rows:
+            changed = text.replace(told["a"]["train"][-9:], "123456789")
+            before = hash_of(before, changed)
+            connection.execute("UPDATE audit SET text = ?, hash = ? WHERE seq = ?", (changed, before, seq))
+    assert run_here("agent", *export, program="geofed").returncode == 0
+    broken = federation.control_plane(*check, "--region-log", str(own), check=False)
+    assert (broken.returncode, "differs from what a witness" in broken.stderr) == (8, True), broken.stderr
+    with sqlite3.connect(state / "agent.db") as connection:
+        connection.executemany("UPDATE audit SET text = ?, hash = ? WHERE seq = ?", [(t, h, s) for s, t, h in rows])
+
+
 def test_what_was_done_is_recorded_and_cannot_be_changed_unnoticed(tmp_path: Path) -> None:
     log = tmp_path / "audit.jsonl"
     with Federation(tmp_path / "federation", digits_sites(tmp_path, ["a", "b"])) as federation:
@@ -118,6 +164,7 @@ def test_what_was_done_is_recorded_and_cannot_be_changed_unnoticed(tmp_path: Pat
         assert (other.returncode, "not of the key 0000" in other.stderr) == (8, True)
         unsigned = of("audit", "verify-model", str(model), str(statement), "--log", str(log)).stderr
         assert "without --public-key, anybody may have signed this, and have made the log" in unsigned
+        check_the_data(running, job, ended, statement, (*check, "--log", str(log)))
         early = of(
             "audit",
             "attest",

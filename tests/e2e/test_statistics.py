@@ -10,6 +10,7 @@ import pytest
 from support.offered import counted, offered
 from support.running import Running, eventually
 
+from sync.private import Release, epsilon_of
 from tests.e2e.conftest import PAIR
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -93,3 +94,37 @@ def test_fewer_samples_than_the_minimum_are_not_measured(running_pair: Running, 
     assert ended["result"]["histograms"]["age"]["total"] == DRAWN[second]
     texts = [event["text"] for event in running_pair.events(ended["id"]) if event["kind"] == "partition.unmeasured"]
     assert any("fewer samples than the region's minimumCount, 61" in text for text in texts)
+
+
+def test_counts_of_data_with_a_budget_have_noise_that_their_owner_pays_for(
+    running_pair: Running, tmp_path: Path
+) -> None:
+    held = {name: _offer(tmp_path, name, None) for name in PAIR}
+    held[PAIR[0]]["privacy"] = {"epsilon": 6, "delta": 1e-5}
+    # The histogram's own name is the key of its bins; the categories are those that the job knows of.
+    task = TASK.replace('config["edges"]', 'config["age"]').replace(
+        "wards.update(ward)", 'wards.update(one for one in ward if one in ("a", "b"))'
+    )
+    settings = (
+        "data.dataset=counted", "task.config={age: [0.0, 20.0, 40.0, 60.0, 100.0], ward: [a, b, c]}", *SETTINGS[1:],
+        "privacy.differential={level: sample, noiseMultiplier: 1, delta: 1e-5}",
+    )  # fmt: skip
+    with offered(running_pair, held, "counted"):
+        eventually(lambda: all(counted(running_pair, name, "counted") for name in PAIR), "the data are offered", 20)
+        plain = running_pair.wait_end(running_pair.submit(*settings[:-1], task=task))
+        ended = running_pair.wait_end(running_pair.submit(*settings, task=task))
+        again = running_pair.wait_end(running_pair.submit(*settings, task=task))
+    assert (plain["state"], plain["error"]["code"]) == ("failed", "FORBIDDEN")
+    assert ended["state"] == "succeeded", ended["error"]
+    expected = epsilon_of([(Release(1.0), 1)], 1e-5)
+    assert ended["plan"]["wan_settings"]["epsilon"] == pytest.approx(expected)
+    for region in ended["result"]["regions"]:
+        assert region["privacy"] == {"epsilon": pytest.approx(expected), "delta": 1e-5, "releases": 1}
+        assert region["metrics"] == {}, "a mean has no noise"
+        assert region["histograms"]["ward"]["categories"][-1] == "c" or region["histograms"]["ward"]["counts"][-1] < 9
+    truth, _ = np.histogram(np.concatenate([_patients(name)["age"] for name in PAIR]), [0, 20, 40, 60, 100])
+    age = ended["result"]["histograms"]["age"]["counts"]
+    # Two regions' noise for two histograms each: a deviation of 2, of which six are as good as never exceeded.
+    assert all(abs(noisy - true) <= 12 for noisy, true in zip(age, truth.tolist(), strict=True))
+    assert "noise 1 on counts of a histogram" in running_pair.federation.control_plane("describe", ended["id"]).stdout
+    assert (again["state"], again["error"]["code"]) == ("failed", "PRIVACY_EXHAUSTED")

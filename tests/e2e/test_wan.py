@@ -143,7 +143,9 @@ def test_a_job_with_a_robust_rule_trains_in_the_background_beside_a_region_that_
     region does not lead away either: its loss is bounded, and the regions' data are unlike, which costs the median."""
     task = (running.job_folder() / "task.py").read_text() + OPPOSITE
     settings = ("train.workers=1", "train.end.epochs=30", "wan.interval=10", "train.evaluateEvery=0")
-    job = running.submit(*settings, "wan.exchange=background", "wan.robust=median", task=task)
+    rule = ("wan.exchange=background", "wan.robust=median", "wan.quarantine=0")
+    job = running.submit(*settings, *rule, task=task)
     ended = running.wait_end(job)
     check_succeeded(ended, accuracy=0.5)
     assert ended["plan"]["wan_settings"]["background"]
+    assert ended["plan"]["wan_settings"]["quarantine"] == 0

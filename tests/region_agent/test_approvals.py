@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +18,11 @@ from geofed_pb.security.signing import Signer
 from geofed_pb.v1 import agent_pb2
 from region_agent.approvals import Approvals
 from region_agent.cli import app
-from region_agent.config import RegionConfig
+from region_agent.config import DatasetConfig, RegionConfig
 from region_agent.daemon import Agent
 from region_agent.link.identity import Identity, JoinedFederation
 from region_agent.policy import check_partition
+from region_agent.profiling import _as_partition
 from region_agent.state.store import AgentStore
 
 DIGEST = f"sha256:{'ab' * 32}"
@@ -51,7 +53,7 @@ def start(
     facts = {"bundle_digest": DIGEST, "module": "task.py", "config_json": '{"width": 8}', "dataset": "digits"}
     spec = json.dumps(
         {
-            "task": {"module": "task.py", "config": {"width": 8}}, "data": {"dataset": "digits"},
+            "task": {"module": "task.py", "config": {"width": 8}}, "data": {"dataset": task.get("dataset", "digits")},
             "train": {
                 "initialModel": {
                     "file": "w", "digest": signed, "adapter": {"file": "a", "digest": adapter} if adapter else None,
@@ -109,6 +111,65 @@ def test_a_list_of_users_is_kept_whatever_the_control_plane_says(tmp_path: Path,
         config(tmp_path, allowUsers={"ann": "no key"})
     with pytest.raises(GeofedError, match="runs no code"):
         check_partition(config(tmp_path, allowUsers={}), start(signer=ann))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "user", "runs"),
+    [
+        ("digits", "ann", True), ("digits", "eve", True), ("digits", "bob", True),
+        ("scans", "ann", True), ("scans", "eve", True), ("scans", "bob", False),
+        ("closed", "ann", False), ("closed", "eve", False), ("closed", "bob", False),
+    ],
+)  # fmt: skip
+def test_a_dataset_is_for_its_users_and_roles_of_the_regions_own(
+    tmp_path: Path, dataset: str, user: str, runs: bool
+) -> None:
+    signers = {name: Signer.load_or_create(tmp_path / f"{name}.key") for name in ("ann", "bob", "eve")}
+    keys = {name: signer.public_key for name, signer in signers.items()}
+    region = config(tmp_path, allowUsers=keys, roles={"oncology": ["ann"], "nobody": []})
+    rules: dict[str, Any] = {"scans": {"users": ["eve"], "roles": ["oncology"]}, "closed": {"roles": ["nobody"]}}
+    digits = region.datasets["digits"].model_dump()
+    for name, rule in rules.items():
+        region.datasets[name] = DatasetConfig.model_validate(digits | {"allow": rule})
+    command = start(user=user, signer=signers[user], dataset=dataset)
+    probe = _as_partition(agent_pb2.ProfileTask(id="probe-1", region="east", task=command.task, limit_seconds=30))
+    trained, evaluated = agent_pb2.StartPartition(), agent_pb2.StartPartition()
+    for one in (trained, evaluated):
+        one.CopyFrom(command)
+    evaluated.task.evaluates_only = True
+    for one in (trained, evaluated, probe):
+        if runs:
+            check_partition(region, one)
+            continue
+        with pytest.raises(GeofedError, match=f"region east runs no code of user {user} on {dataset}") as told:
+            check_partition(region, one)
+        assert told.value.code == "FORBIDDEN"
+        # The name of one who may, as a control plane could claim it.
+        one.task.submission.user = "ann"
+        with pytest.raises(GeofedError) as told:
+            check_partition(region, one)
+        assert told.value.code == "FORBIDDEN"
+
+
+def test_a_dataset_for_some_stays_in_its_region(tmp_path: Path) -> None:
+    plain = config(tmp_path).datasets["digits"].model_dump()
+    with pytest.raises(ValueError, match="`allow` requires `residency: region`"):
+        DatasetConfig.model_validate(plain | {"allow": {"users": ["ann"]}, "residency": "anywhere"})
+    digits = {"splits": {"train": {"uri": "/nowhere", "samples": 1}}}
+    key = Signer.load_or_create(tmp_path / "ann.key").public_key
+
+    def checked(allow: dict[str, Any], **policy: Any) -> RegionConfig:
+        given = config(tmp_path, **policy).model_dump(exclude_none=True)
+        return RegionConfig.model_validate(given | {"datasets": {"digits": digits | {"allow": allow}}})
+
+    assert checked({"users": ["ann"]}, allowUsers={"ann": key}).users_of("digits") == {"ann"}
+    for allow, policy, text in (
+        ({"users": ["ann"]}, {}, "datasets.digits.allow.users`: whose keys are not in `policy.allowUsers`"),
+        ({"roles": ["lab"]}, {"allowUsers": {"ann": key}}, "lab is not in `policy.roles`"),
+        ({}, {"allowUsers": {"ann": key}, "roles": {"lab": ["bob"]}}, "policy.roles.lab`: whose keys are not"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            checked(allow, **policy)
 
 
 def _adapters_are_signed(strict: RegionConfig, ann: Signer) -> None:
@@ -241,7 +302,8 @@ def test_a_job_waits_for_the_operator_also_over_a_restart_and_then_starts(
         assert started == []
         listed = CliRunner().invoke(app, ["pending", "--state-dir", str(tmp_path), "-o", "json"])
         assert [one["job"] for one in json.loads(listed.stdout)["data"]] == ["job-1"]
-        assert CliRunner().invoke(app, ["approve", "job-1", "--state-dir", str(tmp_path)]).exit_code == 0
+        approve = ["approve", "job-1", "--as", "dr. eve", "--state-dir", str(tmp_path)]
+        assert CliRunner().invoke(app, approve).exit_code == 0
         again._start_approved()
         assert started == ["job-1"]
         again.start(4, start("job-3", signer=ann))

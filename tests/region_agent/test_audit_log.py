@@ -187,9 +187,9 @@ def test_a_job_that_waits_for_approval(store: AgentStore, log: RegionAudit, tmp_
     command.task.env["TOKEN"], command.task.submission.signature = "value", b"\x01" * 64
     received(command)
     received(command)
-    log.starting(command, "every", checked=True)
-    log.starting(command, "every", checked=True)
-    log.note(report("finished"))
+    log.starting(command, "every", checked=True, approver="eve")
+    log.starting(command, "every", checked=True, approver="eve")
+    log.note(report("finished", data={"train": "hmac-sha256:00"}))
     received(start("j2"))
     log.note(agent_pb2.PartitionReport(job="j2", epoch=1, state="stopped"))
     log.note(agent_pb2.PartitionReport(job="never here", epoch=1, state="stopped"))
@@ -198,6 +198,7 @@ def test_a_job_that_waits_for_approval(store: AgentStore, log: RegionAudit, tmp_
         ("job.received", "j1"), ("job.approved", "j1"), ("job.started", "j1"), ("job.ended", "j1"),
         ("job.received", "j2"), ("job.ended", "j2"),
     ]  # fmt: skip
+    assert (found[1]["approver"], found[3]["data"], found[5]["data"]) == ("eve", {"train": "hmac-sha256:00"}, {})
     assert (found[1]["received"], found[3]["started"], found[5]["started"]) == (1, 3, 5)
     for one in (found[0], found[2]):
         assert (one["env"], one["signature"], one["signature_checked"]) == (["TOKEN"], "01" * 64, True)

@@ -25,11 +25,13 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.platforms import EDITIONS, Edition
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
+from region_agent.config._data import PrivacyBudget
 from region_agent.link.identity import Identity
 from region_agent.partition.calls import whole_pipelines
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import ConfigurePs, RecordEvent, Scaled, Stopped, WorkerEnded
 from region_agent.partition.runner import PartitionContext, PartitionRunner
+from region_agent.privacy import PrivacyGuard
 from region_agent.state.store import AgentStore
 from region_agent.tasks.folder import TaskFolder
 from region_agent.worker.invocation import Invocation, Outcome, Schedule
@@ -367,6 +369,37 @@ def test_job_code_that_is_wrong_ends_the_partition_with_its_sentence(tmp_path: P
         assert (last.state, last.error.code, last.condition) == ("failed", "TASK_FAILED", "loss raised X at task.py:3")
         assert scene.gateway.deleted == 1
         assert not (scene.folder / "channel" / JOB).exists()
+
+    _play(act, tmp_path)
+
+
+QUOTE = "dataset raised ValueError: could not convert string to float: 'Meier'"
+
+
+@pytest.mark.parametrize("rule", [{"minimum_count": 10}, {"privacy": PrivacyBudget(epsilon=1.0, delta=1e-5)}, {}])
+def test_a_text_that_may_quote_data_stays_in_the_region_where_its_owner_limits_what_is_told(
+    tmp_path: Path, rule: dict[str, Any]
+) -> None:
+    async def act(scene: Scene) -> None:
+        scene.config.datasets["d"] = scene.config.datasets["d"].model_copy(update=rule)
+        if not rule:
+            scene.start.plan.wan_settings.update({"noise": 1.0, "clip": 1.0, "delta": 1e-5})
+            PrivacyGuard(scene.config, scene.folder).admit(scene.start)
+        # The first one fails the attempt, the second one the job.
+        scene.gateway.answers = [
+            QUOTE.encode(),
+            Outcome(status="failed", code="TASK_FAILED", message=QUOTE, hint="correct the task"),
+        ]
+        await scene.training()
+        await scene.partition.drained()
+        last = scene.reports[-1]
+        assert (last.state, last.error.code) == ("failed", "TASK_FAILED")
+        assert "the log of its agent has it" in last.error.message
+        told = [*map(str, scene.reports), *map(str, scene.events), *scene.lines]
+        assert not [text for text in told if "Meier" in text]
+        assert [event.data["code"] for event in scene.events if event.kind == "worker-failed"] == [
+            "FUNCTION_FAILED", "TASK_FAILED",
+        ]  # fmt: skip
 
     _play(act, tmp_path)
 

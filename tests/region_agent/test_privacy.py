@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,8 +19,9 @@ from geofed_pb.v1 import agent_pb2, common_pb2
 from region_agent.cli import app
 from region_agent.config import RegionConfig
 from region_agent.partition.report import withhold, withhold_small_counts
-from region_agent.privacy import LEDGER, PrivacyGuard, accounts_of
-from sync.private import PrivacyLedger, Release, epsilon_of
+from region_agent.privacy import LEDGER, PrivacyGuard, accounts_of, ships_logs
+from region_agent.worker.invocation import read_invocation
+from sync.private import PrivacyLedger, Release, epsilon_of, standard_deviation
 from sync.ps.execution.releases import Releases
 from sync.wan import ExchangeSettings
 
@@ -39,7 +41,8 @@ def config(budget: dict[str, float] | None = BUDGET, **dataset: Any) -> RegionCo
 
 def start(job: str = "job-1", dataset: str = "digits", rounds: int = 4, **numbers: float) -> agent_pb2.StartPartition:
     settings = {"noise": 4.0, "clip": 1.0, "delta": DELTA, **numbers}
-    plan = agent_pb2.PartitionPlan(workers=2, batch=10, rounds=rounds, steps_per_round=5, wan_settings=settings)
+    plan = agent_pb2.PartitionPlan(workers=2, batch=10, rounds=rounds, steps_per_round=5, wan_policy="ma")
+    plan.wan_settings.update(settings)
     task = agent_pb2.TaskRef(dataset=dataset)
     return agent_pb2.StartPartition(job=job, region="east", epoch=1, task=task, plan=plan, regions=["east", "west"])
 
@@ -114,6 +117,32 @@ def test_the_budget_holds_over_all_jobs_for_ever(tmp_path: Path) -> None:
     PrivacyGuard(config(None), tmp_path).admit(start("job-3"))
 
 
+@pytest.mark.parametrize(("honest", "part"), [(None, 1.0), (1, 0.5), (2, 0.5**0.5), (4, 1.0), (9, 1.0)])
+def test_noise_counts_as_far_as_the_owner_knows_who_adds_it(tmp_path: Path, honest: int | None, part: float) -> None:
+    budget = {"epsilon": 900.0, "delta": DELTA} | ({} if honest is None else {"honest_regions": honest})
+    guard = PrivacyGuard(config(budget), tmp_path)
+    # Four of any five regions add all of the noise, by their variances.
+    guard.admit(start(secure=5.0))
+    guard.admit(start("job-2"))
+    guard.admit(start("job-3", secure=5.0, sampled=1.0))
+    alone, plain, sampled = PrivacyLedger(tmp_path / LEDGER).rows()
+    assert alone.noise == pytest.approx(4.0 / 2 * part)
+    assert (plain.noise, sampled.noise) == (2.0, 4.0), (
+        "without secure aggregation, and of samples, all of it is this region's"
+    )
+    # By the deviation that a parameter server adds: this region's own, and those of honest others, of the same share.
+    shares = dict.fromkeys("abcde", 0.2)
+    counted = min(4, honest or 4)
+    added = math.sqrt(sum(standard_deviation(4.0, 1.0, name, shares, 5) ** 2 for name in list(shares)[:counted]))
+    assert alone.noise == pytest.approx(added / 2)
+
+
+def test_less_honest_regions_exhaust_a_budget_sooner(tmp_path: Path) -> None:
+    PrivacyGuard(config(BUDGET), tmp_path / "all").admit(start(secure=5.0))
+    error = refusal(PrivacyGuard(config(BUDGET | {"honest_regions": 1}), tmp_path / "one"), start(secure=5.0))
+    assert error.code == "PRIVACY_EXHAUSTED"
+
+
 def test_a_job_that_starts_again_keeps_what_it_has_spent(tmp_path: Path) -> None:
     guard = PrivacyGuard(config(), tmp_path)
     guard.admit(start())
@@ -182,21 +211,59 @@ def test_a_job_goes_on_with_its_own_rate_if_the_region_file_has_another_number_o
 @pytest.mark.parametrize(
     "change",
     [
-        lambda plan: plan.pipeline.SetInParent(),
-        lambda plan: setattr(plan, "merging_codec", "int8"),
-        lambda plan: plan.merging.update({"staleness": 1.0}),
-        lambda plan: setattr(plan, "collective", "isp"),
+        lambda start: start.plan.pipeline.SetInParent(),
+        lambda start: setattr(start.plan, "merging_codec", "int8"),
+        lambda start: start.plan.merging.update({"staleness": 1.0}),
+        lambda start: setattr(start.plan, "collective", "isp"),
+        lambda start: start.task.clients.MergeFrom(agent_pb2.ClientRounds(fraction=1.0, steps=5, batch=4)),
+        lambda start: setattr(start.task, "precision", "fp16"),
+        lambda start: setattr(start.task, "compile", True),
+        lambda start: setattr(start.task, "gpus", "auto"),
     ],
-    ids=["pipeline", "codec", "staleness", "isp"],
+    ids=["pipeline", "codec", "staleness", "isp", "clients", "precision", "compile", "gpus"],
 )
 def test_workers_that_could_not_add_all_of_the_noise_get_no_samples(
-    tmp_path: Path, change: Callable[[agent_pb2.PartitionPlan], object]
+    tmp_path: Path, change: Callable[[agent_pb2.StartPartition], object]
 ) -> None:
     command = start(sampled=1.0)
-    change(command.plan)
+    change(command)
     assert refusal(PrivacyGuard(config(), tmp_path), command).code == "CONFIG_INVALID"
     command.plan.wan_settings["sampled"] = 0.0
     PrivacyGuard(config(), tmp_path).admit(command)
+
+
+def test_an_evaluation_is_one_release_of_its_counts(tmp_path: Path) -> None:
+    guard, command = PrivacyGuard(config(), tmp_path), start(noise=2.0, measured=1.0)
+    assert refusal(guard, command).code == "CONFIG_INVALID", "it trains, and what it measures is not the model's"
+    command.task.evaluates_only, command.plan.rounds, command.plan.steps_per_round = True, 1, 1
+    guard.admit(command)
+    (row,) = PrivacyLedger(tmp_path / LEDGER).rows()
+    assert (row.level, row.noise, row.rate, row.planned) == ("sample", 2.0, 1.0, 1)
+    exact = start("job-2", noise=2.0)
+    exact.task.evaluates_only = True
+    assert refusal(guard, exact).code == "CONFIG_INVALID", "its counts would leave without noise"
+
+
+@pytest.mark.parametrize("sampled", [0.0, 1.0])
+def test_a_policy_that_gives_out_changes_under_way_gets_no_samples(tmp_path: Path, sampled: float) -> None:
+    command = start(sampled=sampled)
+    command.plan.wan_policy = "asgd"
+    error = refusal(PrivacyGuard(config(), tmp_path), command)
+    assert (error.code, "the policy asgd" in error.message) == ("CONFIG_INVALID", True)
+
+
+@pytest.mark.parametrize("other", [{"clients": {"fraction": 1.0, "steps": 5, "batch": 4}}, {"stages": [[0, 1]]}])
+def test_a_worker_takes_no_call_in_which_others_would_make_its_private_steps(other: dict[str, Any]) -> None:
+    private = {"clip": 1.0, "noise": 1.0, "rate": 0.1, "key": "0" * 64}
+    text = dict.fromkeys(("job", "region", "token", "ps_address", "ps_name", "ca_pem", "channel"), "x")
+    text |= dict.fromkeys(("channel_address", "bundle_key", "module"), "x")
+    numbers = {"worker": 0, "workers": 1, "attempt": 1, "region_batch": 4, "steps_per_round": 1, "rounds": 1, "seed": 1}
+    call = {**text, **numbers, "slice_seconds": 5.0, "config": {}, "splits": {}, "private": private}
+    assert read_invocation(json.dumps(call).encode()).private is not None
+    with pytest.raises(GeofedError) as told:
+        read_invocation(json.dumps(call | other).encode())
+    assert told.value.code == "CONFIG_INVALID"
+    read_invocation(json.dumps(call | other | {"private": None}).encode())
 
 
 def test_a_shard_of_another_region_is_not_accounted_for_here(tmp_path: Path) -> None:
@@ -282,6 +349,29 @@ def test_a_report_tells_no_loss_of_private_data() -> None:
     assert message.round_loss != message.round_loss
     assert not message.logged.values
     assert message.privacy.releases == 3
+
+
+def test_lines_of_job_code_leave_the_region_where_nothing_is_limited_or_its_file_says_so() -> None:
+    noisy = start().plan
+    plain = agent_pb2.PartitionPlan()
+    known = config(None)
+    assert [ships_logs(known, name, plan) for name in ("digits", "open") for plan in (plain, noisy)] == [
+        True, False, True, False,
+    ]  # fmt: skip
+    assert not ships_logs(config(None, minimumCount=10), "digits", plain)
+    assert not ships_logs(config(), "digits", plain)
+    assert ships_logs(config(), "open", plain)
+    for says in (True, False):
+        policy = config().policy.model_copy(update={"ship_logs": says})
+        stated = config().model_copy(update={"policy": policy})
+        assert {ships_logs(stated, name, plan) for name in ("digits", "open") for plan in (plain, noisy)} == {says}
+
+
+def test_an_evaluation_of_private_data_tells_no_text() -> None:
+    message = agent_pb2.PartitionReport(evaluation=agent_pb2.Evaluation(error="metrics raised KeyError: 'Meier'"))
+    withhold(message, None)
+    assert message.evaluation.error
+    assert "Meier" not in message.evaluation.error
 
 
 def test_the_command_shows_the_ledger(tmp_path: Path) -> None:

@@ -233,6 +233,14 @@ async def test_the_model_is_known_where_its_data_cannot_be_read_or_its_loss_fail
     told = await scene.answer(2)
     assert told.weight.model_bytes == 64
     assert told.weight.note.startswith("TASK_FAILED: loss raised")
+    scene.config.datasets["d"] = scene.config.datasets["d"].model_copy(update={"minimum_count": 2})
+    scene.probe("w3")
+    told = await scene.answer(3)
+    assert told.weight.model_bytes == 64
+    assert told.weight.note.startswith("TASK_FAILED: the text of this error stays in east")
+    scene.ask("w4")
+    told = await scene.answer(4)
+    assert (told.error.code, "loss" in told.error.message) == ("TASK_FAILED", False)
 
 
 @pytest.mark.slow
@@ -417,6 +425,8 @@ async def test_code_that_cannot_be_recorded_does_not_run(scene: Scene) -> None:
 def test_counts_of_labels_leave_the_region_only_as_its_file_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    norms = []
+
     async def labels(folder: Path, asked: bool, held: dict[str, Any]) -> Any:
         folder.mkdir()
         scene = Scene(folder)
@@ -428,7 +438,9 @@ def test_counts_of_labels_leave_the_region_only_as_its_file_allows(
         scene.bundle = pack({"task.py": LABELLED_TASK})
         scene.ask(labels=asked, memories_mb=[512])
         try:
-            return json.loads((await scene.answer()).profile_json)["labels"]
+            profile = json.loads((await scene.answer()).profile_json)
+            norms.append(bool(profile["norms"]))
+            return profile["labels"]
         finally:
             await scene.profiler.close()
             handler._drop_loaded()
@@ -447,6 +459,7 @@ def test_counts_of_labels_leave_the_region_only_as_its_file_allows(
     ]
     for number, (asked, held, expected) in enumerate(cases):
         assert asyncio.run(labels(tmp_path / str(number), asked, held)) == expected, held
+    assert norms == [True] * 5 + [False], "gradients of data with a budget have no noise in a profile"
 
 
 @pytest.mark.slow

@@ -110,6 +110,13 @@ def verify_model(
     log: Annotated[
         Path | None, typer.Option(help="Audit log, in which the model must be the job's.", show_default=False)
     ] = None,
+    region_log: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A region's own log (`geofed agent audit export`), which must tell the same data; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Check, without a control plane, that a model is the one that a statement is about."""
@@ -123,6 +130,8 @@ def verify_model(
         raise GeofedError("AUDIT_BROKEN", f"{file} is not about {model}, whose SHA-256 is {digest}")
     if log is not None:
         _check_in_log(log, found, digest)
+    for one in region_log or ():
+        _check_in_region_log(one, found)
     _show_provenance(file, found, digest)
     if not public_key:
         say(f"without --public-key, anybody may have signed {'this' if log is None else 'this, and have made the log'}")
@@ -172,6 +181,33 @@ def _check_in_log(log: Path, found: Provenance, digest: str) -> None:
         raise GeofedError("AUDIT_BROKEN", f"{log} has no end of job {found.job} with this model, as its last one")
 
 
+def _check_in_region_log(log: Path, found: Provenance) -> None:
+    """Check that a region's own log continues the one whose head a statement has, and tells the same data and code."""
+    import json
+
+    from geofed_pb.security.audit import AuditBroken, Head
+    from geofed_pb.security.audit_files import lines_of, verified
+
+    region = verified(log).region
+    if not found.region_heads.get(region):
+        text = f"{found.job} has no head of the log of region {region}" if region else f"{log} is of no region"
+        raise GeofedError("AUDIT_BROKEN", text)
+    try:
+        head = Head.read(found.region_heads[region])
+    except AuditBroken as error:
+        raise GeofedError("AUDIT_BROKEN", f"the statement's head of region {region}: {error}") from None
+    named = verified(log, public_key=head.public_key, witnesses=[head], region=region).federation
+    if named != found.federation:
+        raise GeofedError("AUDIT_BROKEN", f"{log} is of federation {named}, {found.job} of {found.federation}")
+    entries = (json.loads(text) for line in lines_of(log) if (text := json.loads(line).get("entry")) is not None)
+    of_job = {entry["kind"]: entry for entry in entries if entry.get("job") == found.job}
+    started, ended = of_job.get("job.started", {}), of_job.get("job.ended", {})
+    if started.get("code") != f"sha256:{found.code}":
+        raise GeofedError("AUDIT_BROKEN", f"{log} tells another code of job {found.job}")
+    if ended.get("data", {}) != found.data.get(region, {}):
+        raise GeofedError("AUDIT_BROKEN", f"{log} tells other data of job {found.job}")
+
+
 def _show_provenance(file: Path, found: Provenance, digest: str = "") -> None:
     data: Data = {
         "file": str(file),
@@ -181,6 +217,8 @@ def _show_provenance(file: Path, found: Provenance, digest: str = "") -> None:
         "finished_at": found.finished_at,
         "models": {name: digest for digest, name in found.models.items()},
         "made_of": list(found.made_of),
+        "data": found.data,
+        "without_region_head": sorted(name for name, head in found.region_heads.items() if not head),
         "public_key": found.public_key,
         "verified": found.models.get(digest),
     }
@@ -192,6 +230,7 @@ def _provenance_text(data: Data) -> str:
         ("statement", data["file"]), ("federation", data["federation"]), ("job", data["job"]),
         ("ended", f"{data['state']}, {data['finished_at']}"), ("models", ", ".join(data["models"])),
         ("made of", ", ".join(data["made_of"])),
+        *([("without head", ", ".join(data["without_region_head"]))] if data["without_region_head"] else []),
         ("signed by", data["public_key"]), *([("this model", data["verified"])] if data["verified"] else []),
     ])  # fmt: skip
 

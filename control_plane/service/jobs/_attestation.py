@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from control_plane._view import time_text
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
-from geofed_pb.security.attestation import FEDERATION, PREDICATE, STATEMENT
+from geofed_pb.security.attestation import FEDERATION, PREDICATE, REGION_HEADS, STATEMENT, data_name
 from geofed_pb.security.audit import Head
 
 __all__ = ["statement_of"]
@@ -20,10 +21,12 @@ _BUILD = "urn:geofed:job:v1"
 """Kind of the build, in SLSA's words; docs/audit.md describes it."""
 
 
-def statement_of(row: JobRow, federation: str, head: Head) -> dict[str, Any]:
+def statement_of(row: JobRow, federation: str, head: Head, region_heads: Mapping[str, Any]) -> dict[str, Any]:
     """Return the provenance of an ended job's models: what they were made of, by whom, and how.
 
-    ``head``: of the audit log, signed after the job's end.
+    Args:
+        head: of the audit log, signed after the job's end.
+        region_heads: the last head of each region's own audit log that the region has reported with the job.
 
     Raises ``GeofedError``: ILLEGAL_STATE if the job has not ended, MODEL_NOT_FOUND if it has no model.
     """
@@ -40,6 +43,7 @@ def statement_of(row: JobRow, federation: str, head: Head) -> dict[str, Any]:
         models.setdefault(result["model"]["digest"], row.id)
     if not models:
         raise GeofedError("MODEL_NOT_FOUND", f"job {row.id} has no model")
+    regions = [part["name"] for part in result["regions"]]
     return {
         "_type": STATEMENT,
         "subject": [{"name": name, "digest": _digest(digest)} for digest, name in models.items()],
@@ -64,6 +68,7 @@ def statement_of(row: JobRow, federation: str, head: Head) -> dict[str, Any]:
                 "byproducts": [
                     {"name": "result", "annotations": result},
                     {"name": "audit-head", "annotations": asdict(head)},
+                    {"name": REGION_HEADS, "annotations": {name: region_heads.get(name) for name in regions}},
                 ],
             },
         },
@@ -79,9 +84,15 @@ def _made_of(row: JobRow, spec: dict[str, Any], result: dict[str, Any]) -> list[
             found.append({"name": "initial adapter", "digest": _digest(initial["adapter"])})
     for part in result["regions"]:
         facts = {name: part[name] for name in ("samples", "steps", "privacy")}
-        found.append(
-            {"name": f"data of {part['name']}", "uri": f"urn:geofed:{part['name']}:{dataset}", "annotations": facts}
-        )
+        # Results of earlier versions have no digests.
+        digests, uri = part.get("data", {}), f"urn:geofed:{part['name']}:{dataset}"
+        train = {"digest": _digest(digests["train"])} if "train" in digests else {}
+        found.append({"name": data_name(part["name"]), "uri": uri, **train, "annotations": facts})
+        found += [
+            {"name": data_name(part["name"], split), "uri": f"{uri}:{split}", "digest": _digest(digest)}
+            for split, digest in sorted(digests.items())
+            if split != "train"
+        ]
     return found
 
 

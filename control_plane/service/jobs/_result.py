@@ -319,6 +319,7 @@ def _region(
         "applied_updates": report.exchange.applied_updates,
         "usd": report.totals.usd,
         "privacy": asdict(report.privacy) if report.privacy is not None else None,
+        "data": report.data,
     }
 
 

@@ -25,6 +25,8 @@ from geofed_pb.features import (
     MERGE_TO_ALL,
     PARTS,
     PRECISION,
+    PRIVATE_COUNTS,
+    QUARANTINE,
     REQUIREMENTS,
     ROBUST_BACKGROUND,
     SECRETS,
@@ -32,6 +34,7 @@ from geofed_pb.features import (
 )
 from geofed_pb.user_code.images import is_allowed_image
 from scheduler import Declined, Plan, Reason
+from sync.robust import QUARANTINE_ROUNDS
 from sync.secure import hiding_regions
 
 __all__ = ["keeps_base", "most_left_out", "refused_by_age", "refused_by_lack", "refused_by_shares"]
@@ -82,6 +85,8 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (MERGE_TO_ALL, spec.advanced.k == 0),
             (PARTS, parted),
             (LEAVE_OUT, spec.regions.lost == "continue"),
+            (PRIVATE_COUNTS, spec.evaluates_only and spec.privacy.differential is not None),
+            (QUARANTINE, spec.wan.quarantine != QUARANTINE_ROUNDS),
             (ROBUST_BACKGROUND, spec.wan.robust != "none" and spec.wan.exchange == "background"),
         )
         if used

@@ -20,11 +20,12 @@ def with_noise(spec: JobSpec, plan: Plan) -> Plan | Declined:
     wanted = spec.privacy.differential
     if wanted is None:
         return plan
-    sampled = wanted.level == "sample"
+    sampled, counts = wanted.level == "sample", spec.evaluates_only
     if len(plan.partitions) < 2 and not sampled:
         text = "`privacy.differential.level: region` hides a region among others, and one takes part"
         return Declined((Reason("INADMISSIBLE", text, "use more regions, or `level: sample`"),))
-    releases = [_releases(plan, part, sampled=sampled) for part in plan.partitions]
+    # An evaluation is one release, of all samples.
+    releases = [(1.0, 1) if counts else _releases(plan, part, sampled=sampled) for part in plan.partitions]
     try:
         noise = wanted.noise_multiplier or max(
             noise_for(wanted.epsilon or 0.0, wanted.delta, rate, count, sampled=sampled) for rate, count in releases
@@ -38,11 +39,12 @@ def with_noise(spec: JobSpec, plan: Plan) -> Plan | Declined:
     )
     settings = {
         "noise": noise,
-        "clip": wanted.clip_norm,
-        "sampled": float(sampled),
+        "clip": wanted.clip_norm or 1.0,
+        "sampled": float(sampled and not counts),
         "delta": wanted.delta,
         "epsilon": epsilon,
     }
+    settings |= {"measured": 1.0} if counts else {}
     return replace(plan, wan_settings={**plan.wan_settings, **settings})
 
 

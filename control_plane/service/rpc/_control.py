@@ -433,9 +433,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Attest(self, request: control_pb2.JobRequest, context: Context) -> control_pb2.AttestReply:
         """Return a signed statement of where an ended job's models come from."""
         entry, audit = await self._find(request.job), self._federation.audit
-        return control_pb2.AttestReply(
-            envelope=sealed(audit.key, statement_of(entry.row, self._federation.name, audit.head()))
-        )
+        heads = await self._federation.read(partial(Store.region_heads, job=entry.row.id))
+        statement = statement_of(entry.row, self._federation.name, audit.head(), heads)
+        return control_pb2.AttestReply(envelope=sealed(audit.key, statement))
 
     # --- helpers
 

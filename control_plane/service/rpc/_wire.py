@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -61,9 +62,13 @@ from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
 from scheduler import PipelineShape, Plan, PlannedPartition
 from sync.histograms import from_messages
 from sync.policy import policy_named
+from sync.robust import SUSPECT_ROUNDS
 
 _MAX_NAMES = 5000
 """Limit of the entries by region in a report; more than a federation has regions."""
+_MOST_SPLITS = 100
+"""Limit of a dataset's splits in a report; most have two."""
+_DATA_DIGEST = re.compile(r"(hmac-)?sha256(-etags)?:[0-9a-f]{64}")
 _Number = TypeVar("_Number", int, float)
 
 
@@ -104,7 +109,13 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         usage=_usage_of(message.usage),
         time=_time_of(message.time) if message.HasField("time") else None,
         privacy=_privacy_of(message.privacy) if message.HasField("privacy") else None,
+        data=_data_of(message.data),
     )
+
+
+def _data_of(digests: Mapping[str, str]) -> dict[str, str]:
+    told = islice(digests.items(), _MOST_SPLITS)
+    return {clean(split, NAME_BYTES): digest for split, digest in told if _DATA_DIGEST.fullmatch(digest)}
 
 
 def _privacy_of(message: agent_pb2.Privacy) -> PrivacySpent:
@@ -173,6 +184,7 @@ def _exchange_of(message: agent_pb2.WanExchange) -> WanExchange:
         codec=clean(message.codec, NAME_BYTES),
         update_bytes=message.update_bytes,
         routes=message.routes,
+        suspicion=_by_region(message.suspicion),
     )
 
 
@@ -396,7 +408,7 @@ def _pipeline(shape: PipelineShape) -> agent_pb2.Pipeline:
 
 def job_message(row: JobRow, state: JobState, plan: Plan, contact: Callable[[str], float]) -> control_pb2.Job:
     """Return a job's message for users; `contact` returns the last contact of a region, in Unix seconds."""
-    workers = {part.region: part.workers for part in plan.partitions}
+    workers, suspicions = {part.region: part.workers for part in plan.partitions}, _suspicions(state)
     message = control_pb2.Job(
         id=row.id,
         name=row.name,
@@ -409,7 +421,13 @@ def job_message(row: JobRow, state: JobState, plan: Plan, contact: Callable[[str
         plan_json=row.plan_json,
         result_json=row.result_json,
         partitions=[
-            _partition(part, contact(part.region), workers.get(part.region, 0), ended=state.terminal)
+            _partition(
+                part,
+                contact(part.region),
+                workers.get(part.region, 0),
+                suspicions.get(part.region, ""),
+                ended=state.terminal,
+            )
             for part in state.partitions
         ],
         rounds=plan.rounds,
@@ -463,8 +481,21 @@ def _money(report: Report) -> list[common_pb2.Money]:
     ]
 
 
+def _suspicions(state: JobState) -> dict[str, str]:
+    """Return what is to be said of regions whose updates lie far from the others', by region."""
+    found: dict[str, int] = {}
+    for part in state.partitions:
+        for region, rounds in part.report.exchange.suspicion.items() if part.report is not None else ():
+            found[region] = max(rounds, found.get(region, 0))
+    text = f"of the {SUSPECT_ROUNDS} rounds that lead to quarantine"
+    return {
+        region: f"its updates lay far from the others' in {min(rounds, SUSPECT_ROUNDS)} {text}"
+        for region, rounds in found.items()
+    }
+
+
 def _partition(
-    part: Partition, last_contact: float, planned_workers: int, *, ended: bool
+    part: Partition, last_contact: float, planned_workers: int, suspicion: str, *, ended: bool
 ) -> control_pb2.PartitionStatus:
     report = part.report or Report(part.epoch, "")
     away = "" if part.link == "live" else f"region is {part.link}"
@@ -479,7 +510,7 @@ def _partition(
         # Before the first report, the planned number.
         workers=report.workers if report.attempt else planned_workers,
         # Nothing of an ended job waits.
-        condition="" if ended else away or report.condition,
+        condition="" if ended else away or report.condition or suspicion,
         metrics=report.evaluation.metrics,
         sent_bytes=report.totals.sent_bytes,
         money=_money(report),
@@ -488,6 +519,7 @@ def _partition(
         preemptible=part.preemptible,
         usage=common_pb2.Usage(**asdict(report.usage)),
         logged=common_pb2.Logged(round=report.logged.round, values=report.logged.values),
+        epsilon=report.privacy.epsilon if report.privacy is not None else None,
     )
 
 

@@ -273,6 +273,8 @@ class Draft:
                 "job.ended", job=job_id, state=machine.state.phase, error=result["error"], model=result["model"],
                 metrics=result["metrics"], usd=result["usd"], wan_bytes=result["wan_bytes"],
                 applied_updates=result["applied_updates"],
+                privacy={one["name"]: one["privacy"] for one in result["regions"] if one["privacy"]},
+                data={one["name"]: one["data"] for one in result["regions"] if one["data"]},
             )  # fmt: skip
             row = replace(
                 row,

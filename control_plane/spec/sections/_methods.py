@@ -22,7 +22,7 @@ from sync.channel import channel_kinds
 from sync.codec import codecs
 from sync.collective import CollectiveMethod, collective_named, collectives
 from sync.policy import DEFAULT, WanPolicy, policies, policy_named
-from sync.robust import robust_rule_named, robust_rules
+from sync.robust import QUARANTINE_ROUNDS, robust_rule_named, robust_rules
 from sync.secure import FEWEST_REGIONS
 
 __all__ = ["GUARD", "Advanced", "CollectiveSettings", "Differential", "Parallelism", "PipelineStages", "Privacy", "Wan"]
@@ -94,6 +94,9 @@ class Wan(Section):
     byzantine: AutoOrCount = "auto"
     """For `robust`: number of regions whose updates may be arbitrarily wrong. `auto`: as many as the rule withstands
     with the job's regions."""
+    quarantine: Annotated[int, Field(ge=0, lt=BELOW)] = QUARANTINE_ROUNDS
+    """For `robust`: number of rounds for which updates of a region are not merged that lay far from the others' in five
+    rounds; 0: they always are, as for regions whose data are unlike the others'."""
 
     @model_validator(mode="after")
     def _fits_together(self, info: ValidationInfo) -> Wan:
@@ -119,8 +122,9 @@ class Wan(Section):
             if self.fragments > 1 and robust_rule_named(self.robust).from_last and info.context != STORED:
                 text = "starts from the last round's change, which is of another part of the model"
                 raise ValueError(f"`fragments` cannot be used with `robust: {self.robust}`, which {text}")
-        elif self.byzantine != "auto":
-            raise ValueError("`byzantine` requires `robust`")
+        elif self.byzantine != "auto" or self.quarantine != QUARANTINE_ROUNDS:
+            key = "byzantine" if self.byzantine != "auto" else "quarantine"
+            raise ValueError(f"`{key}` requires `robust`")
         if self.waits and odd:
             raise ValueError(f"`{odd[0]}` requires `exchange: background`")
         if self.lead is not None and self.quorum is None and not self.traits.on_arrival:
@@ -159,11 +163,12 @@ class Differential(Section):
     epsilon: Annotated[float, Field(gt=0, le=1000)] | None = None
     """Bound of the whole job, from which the plan computes the noise. Give this or `noiseMultiplier`."""
     noise_multiplier: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None
-    """Standard deviation of the noise as a multiple of `clipNorm`."""
+    """Standard deviation of the noise as a multiple of `clipNorm` or, of counts, of what a sample changes."""
     delta: Annotated[float, Field(gt=0, lt=1)]
     """Probability with which epsilon may not hold; less than one by the number of samples."""
-    clip_norm: Annotated[float, Field(gt=0, le=1e6)]
-    """Largest Euclidean norm of a region's update, or of a sample's gradient; what is larger is scaled down to it."""
+    clip_norm: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Largest Euclidean norm of a region's update, or of a sample's gradient; what is larger is scaled down to it.
+    Required, but for `train.end.steps: 0`, where the noise is on counts."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Differential:

@@ -18,10 +18,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from geofed_pb.bounds import clean
 from geofed_pb.security.audit import public_key_of
 
-__all__ = ["FEDERATION", "MOST_BYTES", "PREDICATE", "STATEMENT", "AttestationBroken", "Provenance", "opened", "sealed"]
+__all__ = [
+    "FEDERATION", "MOST_BYTES", "PREDICATE", "REGION_HEADS", "STATEMENT", "AttestationBroken", "Provenance",
+    "data_name", "opened", "sealed",
+]  # fmt: skip
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
+REGION_HEADS = "region-audit-heads"
+"""Name of the byproduct with the heads of the regions' own audit logs."""
 FEDERATION = "urn:geofed:federation:"
 """Beginning of a builder's identity; the federation's name follows."""
 MOST_BYTES = 16 << 20
@@ -53,6 +58,10 @@ class Provenance:
     """How the job ended: `succeeded`, `failed` or `cancelled`."""
     head: dict[str, Any]
     """Head of the audit log when the statement was signed, for ``geofed_pb.security.audit.Head.read``."""
+    region_heads: dict[str, Any]
+    """Head of each region's own audit log, as `head`; None: the region had told none."""
+    data: dict[str, dict[str, str]]
+    """Digests of each region's splits, as ALGORITHM:HEX; empty: the region tells none."""
     public_key: str
     """Of the signer, in hexadecimal. Whose it is must be known from elsewhere."""
     statement: dict[str, Any]
@@ -113,9 +122,20 @@ def _read(statement: dict[str, Any], public_key: str) -> Provenance:
         code=_text(code),
         state=_text(facts["result"]["state"]),
         head=dict(facts["audit-head"]),
+        region_heads={_text(name): head for name, head in facts.get(REGION_HEADS, {}).items()},
+        data={_text(one["name"]): _digests(one.get("data", {})) for one in facts["result"].get("regions", [])},
         public_key=public_key,
         statement=statement,
     )
+
+
+def data_name(region: str, split: str = "train") -> str:
+    """Return the name of a region's data in a statement."""
+    return f"data of {region}" if split == "train" else f"data of {region}, {split}"
+
+
+def _digests(told: dict[str, Any]) -> dict[str, str]:
+    return {_text(split): _text(digest) for split, digest in told.items()}
 
 
 def _text(value: Any) -> str:

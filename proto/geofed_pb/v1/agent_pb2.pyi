@@ -520,7 +520,7 @@ class PublishModel(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PartitionReport(_message.Message):
-    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "model_digest", "blob_digest", "error", "workers", "attempt", "preempted", "scale_order", "shard_address", "shards_here", "meter", "totals", "evaluation", "speed", "exchange", "links", "round_loss", "ps_signs", "keeps_models", "kept", "logged", "usage", "time", "privacy", "audit_head")
+    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "model_digest", "blob_digest", "error", "workers", "attempt", "preempted", "scale_order", "shard_address", "shards_here", "meter", "totals", "evaluation", "speed", "exchange", "links", "round_loss", "ps_signs", "keeps_models", "kept", "logged", "usage", "time", "privacy", "audit_head", "data")
     class LinksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -528,6 +528,13 @@ class PartitionReport(_message.Message):
         key: str
         value: LinkReport
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[LinkReport, _Mapping]] = ...) -> None: ...
+    class DataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -561,6 +568,7 @@ class PartitionReport(_message.Message):
     TIME_FIELD_NUMBER: _ClassVar[int]
     PRIVACY_FIELD_NUMBER: _ClassVar[int]
     AUDIT_HEAD_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
     state: str
@@ -594,7 +602,8 @@ class PartitionReport(_message.Message):
     time: _common_pb2.RoundTime
     privacy: Privacy
     audit_head: AuditHead
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ..., totals: _Optional[_Union[MeterTotals, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., speed: _Optional[_Union[Speed, _Mapping]] = ..., exchange: _Optional[_Union[WanExchange, _Mapping]] = ..., links: _Optional[_Mapping[str, LinkReport]] = ..., round_loss: _Optional[float] = ..., ps_signs: bool = ..., keeps_models: bool = ..., kept: _Optional[_Union[UploadedModel, _Mapping]] = ..., logged: _Optional[_Union[_common_pb2.Logged, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., time: _Optional[_Union[_common_pb2.RoundTime, _Mapping]] = ..., privacy: _Optional[_Union[Privacy, _Mapping]] = ..., audit_head: _Optional[_Union[AuditHead, _Mapping]] = ...) -> None: ...
+    data: _containers.ScalarMap[str, str]
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ..., totals: _Optional[_Union[MeterTotals, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., speed: _Optional[_Union[Speed, _Mapping]] = ..., exchange: _Optional[_Union[WanExchange, _Mapping]] = ..., links: _Optional[_Mapping[str, LinkReport]] = ..., round_loss: _Optional[float] = ..., ps_signs: bool = ..., keeps_models: bool = ..., kept: _Optional[_Union[UploadedModel, _Mapping]] = ..., logged: _Optional[_Union[_common_pb2.Logged, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., time: _Optional[_Union[_common_pb2.RoundTime, _Mapping]] = ..., privacy: _Optional[_Union[Privacy, _Mapping]] = ..., audit_head: _Optional[_Union[AuditHead, _Mapping]] = ..., data: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Privacy(_message.Message):
     __slots__ = ("epsilon", "delta", "releases")
@@ -687,7 +696,7 @@ class Speed(_message.Message):
     def __init__(self, samples_per_second: _Optional[float] = ..., round_samples_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., merge_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., merged_by: _Optional[str] = ...) -> None: ...
 
 class WanExchange(_message.Message):
-    __slots__ = ("applied_updates", "staleness", "refused", "interval", "codec", "update_bytes", "routes")
+    __slots__ = ("applied_updates", "staleness", "refused", "interval", "codec", "update_bytes", "routes", "suspicion")
     class StalenessEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -702,6 +711,13 @@ class WanExchange(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class SuspicionEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     APPLIED_UPDATES_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -709,6 +725,7 @@ class WanExchange(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     UPDATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
+    SUSPICION_FIELD_NUMBER: _ClassVar[int]
     applied_updates: int
     staleness: _containers.ScalarMap[str, float]
     refused: _containers.ScalarMap[str, int]
@@ -716,7 +733,8 @@ class WanExchange(_message.Message):
     codec: str
     update_bytes: int
     routes: int
-    def __init__(self, applied_updates: _Optional[int] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., update_bytes: _Optional[int] = ..., routes: _Optional[int] = ...) -> None: ...
+    suspicion: _containers.ScalarMap[str, int]
+    def __init__(self, applied_updates: _Optional[int] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., update_bytes: _Optional[int] = ..., routes: _Optional[int] = ..., suspicion: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LinkReport(_message.Message):
     __slots__ = ("rtt_ms", "mbps", "streams", "down")

@@ -239,7 +239,7 @@ class WanLink(_message.Message):
     def __init__(self, source: _Optional[str] = ..., destination: _Optional[str] = ..., state: _Optional[str] = ..., rtt_ms: _Optional[float] = ..., goodput_mbps: _Optional[float] = ..., streams: _Optional[int] = ..., codec: _Optional[str] = ..., interval: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., staleness: _Optional[float] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class PartitionStatus(_message.Message):
-    __slots__ = ("region", "state", "epoch", "round", "step", "samples", "loss", "workers", "condition", "metrics", "sent_bytes", "money", "last_contact", "samples_per_second", "preemptible", "usage", "logged")
+    __slots__ = ("region", "state", "epoch", "round", "step", "samples", "loss", "workers", "condition", "metrics", "sent_bytes", "money", "last_contact", "samples_per_second", "preemptible", "usage", "logged", "epsilon")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +271,7 @@ class PartitionStatus(_message.Message):
     PREEMPTIBLE_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     LOGGED_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
     region: str
     state: str
     epoch: int
@@ -288,7 +289,8 @@ class PartitionStatus(_message.Message):
     preemptible: bool
     usage: _common_pb2.Usage
     logged: _common_pb2.Logged
-    def __init__(self, region: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., workers: _Optional[int] = ..., condition: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., last_contact: _Optional[float] = ..., samples_per_second: _Optional[float] = ..., preemptible: bool = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., logged: _Optional[_Union[_common_pb2.Logged, _Mapping]] = ...) -> None: ...
+    epsilon: float
+    def __init__(self, region: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., workers: _Optional[int] = ..., condition: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., last_contact: _Optional[float] = ..., samples_per_second: _Optional[float] = ..., preemptible: bool = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., logged: _Optional[_Union[_common_pb2.Logged, _Mapping]] = ..., epsilon: _Optional[float] = ...) -> None: ...
 
 class ListJobsRequest(_message.Message):
     __slots__ = ("all", "limit", "after")

@@ -258,7 +258,7 @@ class PsModelRequest(_message.Message):
     def __init__(self, round: _Optional[int] = ...) -> None: ...
 
 class PsStatus(_message.Message):
-    __slots__ = ("phase", "condition", "epoch", "attempt", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "model_digest", "applied_updates", "error", "wait_seconds", "link_rtt_ms", "link_mbps", "samples_per_second", "links_down", "staleness", "refused", "interval", "codec", "link_streams", "decisions", "channel", "routes", "update_bytes", "metrics_error", "round_loss", "peer_faults", "refusal_reasons", "logged", "usage", "time", "histograms")
+    __slots__ = ("phase", "condition", "epoch", "attempt", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "model_digest", "applied_updates", "error", "wait_seconds", "link_rtt_ms", "link_mbps", "samples_per_second", "links_down", "staleness", "refused", "interval", "codec", "link_streams", "decisions", "channel", "routes", "update_bytes", "metrics_error", "round_loss", "peer_faults", "refusal_reasons", "logged", "usage", "time", "histograms", "suspicion")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +336,13 @@ class PsStatus(_message.Message):
         key: str
         value: _common_pb2.Histogram
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_common_pb2.Histogram, _Mapping]] = ...) -> None: ...
+    class SuspicionEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     PHASE_FIELD_NUMBER: _ClassVar[int]
     CONDITION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -374,6 +381,7 @@ class PsStatus(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
+    SUSPICION_FIELD_NUMBER: _ClassVar[int]
     phase: str
     condition: str
     epoch: int
@@ -412,7 +420,8 @@ class PsStatus(_message.Message):
     usage: _common_pb2.Usage
     time: _common_pb2.RoundTime
     histograms: _containers.MessageMap[str, _common_pb2.Histogram]
-    def __init__(self, phase: _Optional[str] = ..., condition: _Optional[str] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., model_digest: _Optional[str] = ..., applied_updates: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., wait_seconds: _Optional[float] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., samples_per_second: _Optional[float] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., decisions: _Optional[_Iterable[str]] = ..., channel: _Optional[_Mapping[str, int]] = ..., routes: _Optional[int] = ..., update_bytes: _Optional[int] = ..., metrics_error: _Optional[str] = ..., round_loss: _Optional[float] = ..., peer_faults: _Optional[_Iterable[_Union[PeerFault, _Mapping]]] = ..., refusal_reasons: _Optional[_Mapping[str, str]] = ..., logged: _Optional[_Union[_common_pb2.Logged, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., time: _Optional[_Union[_common_pb2.RoundTime, _Mapping]] = ..., histograms: _Optional[_Mapping[str, _common_pb2.Histogram]] = ...) -> None: ...
+    suspicion: _containers.ScalarMap[str, int]
+    def __init__(self, phase: _Optional[str] = ..., condition: _Optional[str] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., model_digest: _Optional[str] = ..., applied_updates: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., wait_seconds: _Optional[float] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., samples_per_second: _Optional[float] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., decisions: _Optional[_Iterable[str]] = ..., channel: _Optional[_Mapping[str, int]] = ..., routes: _Optional[int] = ..., update_bytes: _Optional[int] = ..., metrics_error: _Optional[str] = ..., round_loss: _Optional[float] = ..., peer_faults: _Optional[_Iterable[_Union[PeerFault, _Mapping]]] = ..., refusal_reasons: _Optional[_Mapping[str, str]] = ..., logged: _Optional[_Union[_common_pb2.Logged, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., time: _Optional[_Union[_common_pb2.RoundTime, _Mapping]] = ..., histograms: _Optional[_Mapping[str, _common_pb2.Histogram]] = ..., suspicion: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PeerFault(_message.Message):
     __slots__ = ("region", "code", "text", "count")

@@ -50,7 +50,7 @@ from sync.ps.execution.checkpoints import Checkpoints
 from sync.ps.execution.export import from_safetensors, to_safetensors
 from sync.ps.execution.frames import LAYOUT, WHOLE, sent_layout, shape_of
 from sync.ps.execution.mask_file import MaskFile
-from sync.ps.execution.releases import Releases
+from sync.ps.execution.releases import CountReleases, Releases
 from sync.ps.execution.replica import OwnUpdate, Replica, ReplicaState, expanded
 from sync.ps.execution.storage import Entry, Storage, correction_key
 from sync.ps.execution.threads import background_thread
@@ -99,6 +99,7 @@ class ActionExecutor:
         initial_own_model: Path | None = None,
         initial_holds: str = "",
         releases: Releases | None = None,
+        counts: CountReleases | None = None,
         *,
         weighs_by_shares: bool = False,
         local_steps: Mapping[str, float] | None = None,
@@ -113,12 +114,12 @@ class ActionExecutor:
         ``initial_model``: safetensors file of the model to begin with; None: the one that the workers initialise.
         ``initial_own_model``: the same for the tensors that stay in the region.
         ``initial_holds``, ``initial_adapter``: see `PsConfig`.
-        ``releases``: what makes our updates private; None: nothing does.
+        ``releases``: what makes our updates private; None: nothing does. ``counts``: the same for histograms.
         """
         self.setup, self.storage, self.channel = setup, storage, channel
         self._channel_store = ChannelStore(channel, storage, background=setup.background, part_elements=part_elements)
         self._initial_model, self._initial_holds, self._initial_adapter = initial_model, initial_holds, initial_adapter
-        self._releases = releases
+        self._releases, self._counts = releases, counts
         self.base = BaseFiles(
             storage.folder, channel, initial_model, initial_own_model, initial_holds, initial_adapter
         )  # fmt: skip
@@ -170,6 +171,11 @@ class ActionExecutor:
         """Name of the codec of our last update, or of the configured one before that."""
         return self.replica.codec.name if self.replica is not None else self._codec.name
 
+    @property
+    def suspicion(self) -> dict[str, int]:
+        """Suspect rounds of each region, as of the last merge (`Replica.suspicion`)."""
+        return self.replica.suspicion if self.replica is not None else {}
+
     def do(self, action: Action, attempt: int) -> Event | None:
         """Execute one action and return the event that reports its result, if any.
 
@@ -193,7 +199,11 @@ class ActionExecutor:
                 if self.setup.evaluate_every and self.replica is not None:
                     self.storage.keep_model(action.sequence, self.replica.model)
                 self._keep_own_model(action.sequence)
+                if self._counts is not None:
+                    action = self._counts.released(action)
                 self.storage.keep_metrics(action)
+                if self._counts is not None:
+                    self._counts.stored(action)
                 return MetricsStored(action)
             case SumUp():
                 return self._sum_up(action)
@@ -226,6 +236,8 @@ class ActionExecutor:
         if self._releases is not None:
             # The process may have ended after that update was durable, and before the ledger knew.
             self._releases.stored(prepared)
+        if self._counts is not None and recovered.metrics is not None:
+            self._counts.stored(recovered.metrics)
         if not self.setup.background:
             numbers = replace(numbers, residual=self.storage.residual(prepared))
         self.replica = Replica(self._policy, self._exchange, self._codec, numbers, owned=True)

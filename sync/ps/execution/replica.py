@@ -102,7 +102,10 @@ class Replica:
         self._policy, self._exchange, self._guard = policy, exchange, Guard(exchange.guard)
         self._robust = (
             RobustMerge(
-                robust_rule_named(exchange.robust), int(exchange.byzantine), background=bool(exchange.background)
+                robust_rule_named(exchange.robust),
+                int(exchange.byzantine),
+                background=bool(exchange.background),
+                quarantine=int(exchange.quarantine),
             )
             if exchange.robust
             else None
@@ -129,6 +132,11 @@ class Replica:
         self.trained = state.model.size
         """Number of leading coordinates that gradients train. The coordinates behind them (such as running means) are
         averaged, and never corrected."""
+
+    @property
+    def suspicion(self) -> dict[str, int]:
+        """Suspect rounds of each region by the robust rule, less those that were not; all regions judge alike."""
+        return RobustMerge.suspicion(self._memory)
 
     @property
     def state(self) -> ReplicaState:

@@ -24,21 +24,50 @@ ENTRIES = (
 )
 
 
-def _files(
-    folder: Path, state: str = "succeeded", federation: str = "north", entries: tuple[dict[str, Any], ...] = ENTRIES
-) -> list[str]:
-    """Write a model, its statement and the log of the federation; return the command's arguments."""
-    before, lines = GENESIS, [header_line(federation)]
+DATA = {"train": f"hmac-sha256:{'0a' * 32}"}
+OF_REGION = (
+    {"kind": "job.started", "job": "job", "code": "sha256:" + "cd" * 32},
+    {"kind": "job.ended", "job": "job", "data": DATA},
+)
+
+
+def _log(entries: tuple[dict[str, Any], ...], federation: str, region: str = "") -> tuple[str, Head]:
+    """Return a log and its head."""
+    before, lines = GENESIS, [header_line(federation, region) if region else header_line(federation)]
     for seq, entry in enumerate(entries, start=1):
         text = json.dumps({"seq": seq, **entry})
         before = hash_of(before, text)
         lines.append(entry_line(text, before))
-    head = Head.sign(KEY, len(entries), before, 1.0)
-    (folder / "log").write_text("\n".join([*lines, head_line(head)]))
+    head = Head.sign(KEY, len(entries), before, 1.0, region)
+    return "\n".join([*lines, head_line(head)]), head
+
+
+def _files(
+    folder: Path,
+    state: str = "succeeded",
+    federation: str = "north",
+    entries: tuple[dict[str, Any], ...] = ENTRIES,
+    *,
+    of_region: tuple[dict[str, Any], ...] = OF_REGION,
+    told: dict[str, Any] | None = None,
+    has_head: bool = True,
+) -> list[str]:
+    """Write a model, its statement, the log of the federation and that of region oslo; return the command's arguments.
+
+    ``told``: what the statement says of Oslo's data.
+    """
+    text, head = _log(entries, federation)
+    (folder / "log").write_text(text)
+    (folder / "oslo").write_text(_log(of_region, federation, "oslo")[0])
+    # Signed when the job ended.
+    _, before = _log(OF_REGION, federation, "oslo")
     statement = copy.deepcopy(STATEMENT)
     statement["subject"][0]["digest"]["sha256"] = DIGEST
     result, of_log = statement["predicate"]["runDetails"]["byproducts"]
     result["annotations"]["state"], of_log["annotations"] = state, asdict(head)
+    result["annotations"]["regions"] = [{"name": "oslo", "data": DATA if told is None else told}]
+    heads = {"name": "region-audit-heads", "annotations": {"oslo": asdict(before) if has_head else None}}
+    statement["predicate"]["runDetails"]["byproducts"].append(heads)
     (folder / "statement").write_text(sealed(KEY, statement))
     (folder / "model").write_bytes(MODEL)
     return ["audit", "verify-model", *(str(folder / name) for name in ("model", "statement")), "--log", f"{folder}/log"]
@@ -48,6 +77,45 @@ def test_model_statement_and_log_that_belong_together(tmp_path: Path) -> None:
     found = run_here(*_files(tmp_path), "--public-key", Head.sign(KEY, 0, GENESIS, 1.0).public_key.upper())
     assert (found.returncode, found.stderr) == (0, "")
     assert "job, round 3" in found.stdout
+
+
+def test_a_regions_own_log_tells_the_same_data(tmp_path: Path) -> None:
+    later = {"kind": "job.started", "job": "other", "code": "sha256:00"}
+    key = Head.sign(KEY, 0, GENESIS, 1.0).public_key
+    argv = [
+        *_files(tmp_path, of_region=(*OF_REGION, later)),
+        "--public-key",
+        key,
+        "--region-log",
+        str(tmp_path / "oslo"),
+    ]
+    found = run_here(*argv, "-o", "json")
+    assert (found.returncode, found.stderr) == (0, "")
+    told = json.loads(found.stdout)["data"]
+    assert (told["data"], told["without_region_head"]) == ({"oslo": DATA}, [])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"told": {"train": f"hmac-sha256:{'0b' * 32}"}}, "tells other data of job job"),
+        ({"told": {}}, "tells other data of job job"),
+        ({"has_head": False}, "job has no head of the log of region oslo"),
+        ({"of_region": (OF_REGION[0], {**OF_REGION[1], "data": {}})}, "differs from what a witness"),
+        ({"of_region": OF_REGION[:1]}, "are missing: a witness has received a head with them"),
+    ],
+)
+def test_a_regions_log_that_tells_something_else(tmp_path: Path, wrong: dict[str, Any], text: str) -> None:
+    found = run_here(*_files(tmp_path, **wrong), "--region-log", str(tmp_path / "oslo"))
+    assert found.returncode == 8, found.stderr
+    assert text in " ".join(found.stderr.split())
+
+
+def test_a_statement_of_before_regions_told_their_data(tmp_path: Path) -> None:
+    found = run_here(*_files(tmp_path, told={}, has_head=False), "-o", "json")
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout)["data"]
+    assert (told["data"], told["without_region_head"]) == ({"oslo": {}}, ["oslo"])
 
 
 def test_who_has_signed_must_be_known_from_elsewhere(tmp_path: Path) -> None:

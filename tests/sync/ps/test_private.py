@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.server_process import JOB, NumpyWorker, Server, wait_until
 
 from geofed_pb.errors import GeofedError
+from sync.histograms import Histogram
 from sync.layout import Layout, Slot
-from sync.private import LedgerRow, PrivacyLedger
-from sync.ps.execution.releases import Releases
+from sync.private import LedgerRow, PrivacyLedger, epsilon_of
+from sync.ps.core.actions import StoreMetrics
+from sync.ps.execution.releases import CountReleases, Releases
 from sync.wan import ExchangeSettings
 
 pytestmark = pytest.mark.processes
@@ -191,3 +195,100 @@ def test_state_that_gradients_do_not_train_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GeofedError, match=r"norm\.running_mean is not trained by gradients") as told:
         releases.check(Layout((Slot("w", (4,), "float32"), Slot("norm.running_mean", (4,), "float32")), 1))
     assert (told.value.code, told.value.hint) == ("TASK_INVALID", "use GroupNorm or LayerNorm instead of BatchNorm")
+
+
+EDGES = (0.0, 20.0, 40.0, 100.0)
+STATED = {"age": EDGES, "ward": ("a", "b", "c"), "lr": (0.1, 0.2)}
+
+
+def counting(folder: Path, granted: int = 1, noise: float = 2.0) -> CountReleases:
+    row = LedgerRow(JOB, "digits", "sample", noise, 1.0, 1e-5, planned=granted, granted=granted)
+    PrivacyLedger(folder).change(lambda rows: [row])
+    numbers, _ = ExchangeSettings.of(settings(noise, 1.0, measured=1.0))
+    made = CountReleases.of(folder, JOB, numbers, STATED)
+    assert made is not None
+    return made
+
+
+def measured(**more: Any) -> StoreMetrics:
+    age = Histogram(EDGES, (), (4000, 0, 3000))
+    ward = Histogram((), ("b", "a"), (5000, 2000))
+    return replace(StoreMetrics(1, 7000.0, {"mean": 0.5}, histograms={"age": age, "ward": ward}), **more)
+
+
+def test_counts_have_noise_for_as_many_histograms_as_a_sample_is_in(tmp_path: Path) -> None:
+    """Their deviation over many evaluations, and nothing else of the evaluation leaves."""
+    counts, draws = counting(tmp_path, granted=400), []
+    for sequence in range(400):
+        found = counts.released(measured(sequence=sequence))
+        assert (found.metrics, found.samples, found.error) == ({}, 0.0, "")
+        assert found.histograms["ward"].categories == ("a", "b", "c"), "all that are stated, whether any has samples"
+        age, ward = found.histograms["age"], found.histograms["ward"]
+        assert min(*age.counts, *ward.counts) >= 0
+        draws.append([age.counts[0] - 4000, age.counts[2] - 3000, ward.counts[0] - 2000, ward.counts[1] - 5000])
+    # Two histograms; and five standard errors of 1,600 numbers, which rounding makes no wider than by 1/12.
+    expected = math.sqrt(2.0**2 * 2 + 1 / 12)
+    assert abs(np.std(draws) / expected - 1) < 5 / math.sqrt(2 * 1600)
+    assert abs(np.mean(draws)) < 5 * expected / 40
+
+
+def test_an_evaluation_costs_what_dp_accounting_says_of_it(tmp_path: Path) -> None:
+    dp = pytest.importorskip("dp_accounting")
+    counts = counting(tmp_path, granted=3)
+    for sequence in range(3):
+        counts.stored(counts.released(measured(sequence=sequence)))
+    (row,) = PrivacyLedger(tmp_path).rows()
+    accountant = dp.rdp.RdpAccountant()
+    accountant.compose(dp.GaussianDpEvent(2.0), 3)
+    assert (row.spent, epsilon_of([(row.release, row.spent)], 1e-5)) == (3, accountant.get_epsilon(1e-5))
+    with pytest.raises(GeofedError) as told:
+        counts.released(measured(sequence=3))
+    assert told.value.code == "PRIVACY_EXHAUSTED"
+
+
+def test_an_evaluation_is_made_once_with_its_noise(tmp_path: Path) -> None:
+    counts = counting(tmp_path, granted=2)
+    counts.released(measured())
+    # The process was killed before it was stored: nothing has left, and nothing more is spent.
+    found = counts.released(measured())
+    counts.stored(found)
+    counts.stored(found)
+    assert PrivacyLedger(tmp_path).rows()[0].spent == 1
+    with pytest.raises(GeofedError) as told:
+        counts.released(measured())
+    assert told.value.code == "STATE_INVALID", "the mean of such repeats would have no noise"
+
+
+@pytest.mark.parametrize(
+    ("histogram", "text"),
+    [
+        ({"age": Histogram((0.0, 17.25, 100.0), (), (1, 2))}, "the bin edges of age are not in task.config.age"),
+        ({"height": Histogram(EDGES, (), (1, 2, 3))}, "the bin edges of height are not in task.config.height"),
+        ({"ward": Histogram((), ("a", "Meier"), (1, 2))}, "a category of ward is not in task.config.ward"),
+        ({"name": Histogram((), ("Meier",), (1,))}, "a category of name is not in task.config.name"),
+        ({"age": Histogram(EDGES, (), (4000, 4000, 1))}, "more counts than there are samples"),
+        ({"ward": Histogram((), ("a",), (1,), withheld=1)}, "or has left some out"),
+    ],
+)
+def test_what_the_job_does_not_state_is_not_released(
+    tmp_path: Path, histogram: dict[str, Histogram], text: str
+) -> None:
+    counts = counting(tmp_path)
+    with pytest.raises(GeofedError, match=re.escape(text)) as told:
+        counts.released(measured(histograms=histogram))
+    assert (told.value.code, "Meier" in told.value.message) == ("TASK_INVALID", False)
+    assert PrivacyLedger(tmp_path).rows()[0].spent == 0
+
+
+def test_an_evaluation_that_fails_costs_and_tells_nothing(tmp_path: Path) -> None:
+    counts = counting(tmp_path)
+    for wrong in (measured(error="metrics raised X"), measured(histograms={})):
+        found = counts.released(wrong)
+        counts.stored(found)
+        assert (found.metrics, found.histograms, found.samples) == ({}, {}, 0.0)
+    assert PrivacyLedger(tmp_path).rows()[0].spent == 0
+    numbers, _ = ExchangeSettings.of(settings(2.0, 1.0, measured=1.0))
+    frozen = Releases.of(tmp_path, JOB, "east", numbers, {}, 1)
+    assert frozen is not None
+    before = np.ones(4, np.float32)
+    assert frozen.released(before * 2, before, 1).tobytes() == before.tobytes(), "nothing is trained, so nothing leaves"

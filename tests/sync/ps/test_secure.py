@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from support.pki import Authority
 from support.server_process import JOB, LAYOUT, LOOPBACK, NumpyWorker, Server, wait_until
+from support.tapped import Tap
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import error_of
@@ -96,6 +97,46 @@ def test_disks_and_neighbours_hold_no_update_of_another_region(servers: Servers,
         for path in server.folder.rglob("*"):
             held = path.read_bytes() if path.is_file() else b""
             assert not any(canary in held for canary in canaries), path
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_wires_and_relays_carry_no_update_of_another_region(secure: bool, servers: Servers, workers: Workers) -> None:
+    """North's updates go to East through West. A pattern in them is in no byte of any connection, nor of the relay's
+    disk; without secure aggregation it is in all of them, so that it would be found."""
+    chain = (("east", "west"), ("north", "west"))
+    settings = SECURE if secure else {"shares": SHARES}
+    # Large updates take another way than through the port that is tapped; here they take it, too.
+    made = servers(*NAMES, rounds=2, bulk_port=None, neighbours=chain, **settings)
+    by_name = {server.region: server for server in made}
+    taps = {(a, b): Tap(by_name[a], by_name[b]) for pair in chain for a, b in (pair, pair[::-1])}
+    try:
+        for server in made:
+            peers = [
+                sync_pb2.PsPeer(region=b, address=tap.address, epoch=1)
+                for (a, b), tap in taps.items()
+                if a == server.region
+            ]
+            far = [other for other in made if other is not server and (server.region, other.region) not in taps]
+            peers += [sync_pb2.PsPeer(region=other.region, address=other.address, epoch=1) for other in far]
+            server.configure_peers(*peers)
+        pool = [workers(by_name["east"], 1e-3), workers(by_name["north"], 0.123)]
+        held = by_name["west"].folder / "state" / "inbox" / "north" / "1.frame"
+        # West has no change of its own yet, so that it keeps what it relays.
+        wait_until(held.exists, "the relay to have the update")
+        relay = b"".join(path.read_bytes() for path in by_name["west"].folder.rglob("*") if path.is_file())
+        _end(made, [*pool, workers(by_name["west"], 3e-3)])
+        push = np.float32(0.123)
+        changes = [push, (np.float32(1) + push) - np.float32(1), push * np.float32(0.6)]
+        canaries = [np.full(4, value, np.float32).tobytes() for value in (*changes, np.float32(1) + push)]
+        canaries.append(np.full(4, round(0.6 * 0.123 * 2**26), np.int32).tobytes())
+        for way in (("north", "west"), ("west", "east")):
+            carried = taps[way].taken + taps[way[::-1]].taken
+            assert carried.count(JOB.encode()) > 4, "manifests of two rounds"
+            assert any(canary in carried for canary in canaries) is not secure, way
+        assert any(canary in relay for canary in canaries) is not secure
+    finally:
+        for tap in taps.values():
+            tap.close()
 
 
 def test_an_update_that_is_not_masked_is_refused(tmp_path: Path) -> None:

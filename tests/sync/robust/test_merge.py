@@ -18,8 +18,8 @@ REGIONS = ("a", "b", "c", "d", "e")
 SIZE, TRAINED = 60, 50
 
 
-def replica_of(rule: str, wrong: float = 0.0, policy: str = "ma") -> Replica:
-    settings = {f"robust/{rule}": wrong}
+def replica_of(rule: str, wrong: float = 0.0, policy: str = "ma", **more: float) -> Replica:
+    settings = {f"robust/{rule}": wrong, **more}
     exchange, _ = ExchangeSettings.of(settings)
     first = np.zeros(SIZE, np.float32)
     replica = Replica(policy_of(policy, settings), exchange, codec_named("fp32"), ReplicaState(first, first))
@@ -77,6 +77,23 @@ def test_a_region_that_is_wrong_again_and_again_is_put_in_quarantine_and_comes_b
     away = [number for number, found in enumerate(refused) if found]
     assert away == list(range(5, 25))
     assert all(region == "e" and "quarantine" in reason for found in refused for region, reason in found)
+
+
+@pytest.mark.parametrize(("rounds", "away", "last"), [(0.0, 0, 20), (3.0, 6, 4), (20.0, 15, 0)])
+def test_a_job_says_how_long_an_honest_region_of_unlike_data_is_away(rounds: float, away: int, last: int) -> None:
+    """Its changes are several times as wide as the others'; without quarantine they count as the rule lets them."""
+    replica = replica_of("median", wrong=2.0, quarantine=rounds)
+    refused, suspicion = 0, []
+    for seed in range(20):
+        random = np.random.default_rng(100 + seed)
+        unlike = random.normal(scale=5 * 0.3, size=SIZE).astype(np.float32)
+        made = [dataclasses.replace(c, delta=c.delta + unlike) if c.region == "e" else c for c in updates(seed)]
+        refused += len(replica.merge(made, None, own="a"))
+        suspicion.append(replica.suspicion.get("e", 0))
+    assert suspicion[:4] == [1, 2, 3, 4]
+    assert refused == away
+    assert suspicion[-1] == last
+    assert not replica.suspicion.keys() & set("abcd")
 
 
 def test_no_more_regions_are_in_quarantine_than_may_be_wrong() -> None:

@@ -1,0 +1,106 @@
+"""Digests of what is in a region's splits, by which a model can be bound to the data that it was made of."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import write_durably
+from region_agent.config import DatasetConfig, StoreConfig
+from region_agent.shards.indexing import INDEXES
+from region_agent.shards.reading import shard_files
+from region_agent.worker.data.sources import version_of
+from region_agent.worker.invocation import ShardFile
+
+__all__ = ["DATA_KEY", "DataDigests"]
+
+DATA_KEY = "data.key"
+"""Name of the file, in the agent's state directory, with the key of digests with a key: 64 hexadecimal digits."""
+_KEY_BYTES = 32
+
+
+class DataDigests:
+    """Computes the digests of splits, and keeps them until their files change.
+
+    A split's digest is SHA-256 over the JSON of its files, in the order of their names: name, bytes and SHA-256 of each
+    or, of an object in a store, the ETag that the store gives it. With a key it is HMAC-SHA256 of that.
+    """
+
+    _lock = threading.Lock()
+    """Of the process: jobs that begin together on the same data read them once."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
+
+    def of(self, dataset: DatasetConfig, stores: Mapping[str, StoreConfig], rule: str = "") -> dict[str, str]:
+        """Return the digest of each split as ``ALGORITHM:HEX``; empty if the region tells none. Blocks, for new files
+        as long as reading them takes.
+
+        Args:
+            rule: `plain`, `keyed` or `none`; empty: as the dataset's `digest` says.
+
+        Raises ``GeofedError``: SHARD_UNREADABLE; STATE_INVALID for a damaged key.
+        """
+        rule = rule or dataset.digest
+        if rule == "none":
+            return {}
+        found = {}
+        for split, files in shard_files(dataset, dict(stores), versions=True).items():
+            with self._lock:
+                digest = self._kept(files)
+            kind = "-etags" if any(file.url for file in files) else ""
+            if rule == "keyed":
+                kind, digest = f"hmac-sha256{kind}", hmac.new(self._key(), digest.encode(), "sha256").hexdigest()
+            else:
+                kind = f"sha256{kind}"
+            found[split] = f"{kind}:{digest}"
+        return found
+
+    def _kept(self, files: Sequence[ShardFile]) -> str:
+        """Return the digest of a split's files, from the last time if they are the same by name, size and time."""
+        named = sorted([file.name, file.size or 0, file.version, file.path] for file in files)
+        mark = hashlib.sha256(json.dumps(named).encode()).hexdigest()
+        path = self._state_dir / INDEXES / f"{mark}.digest"
+        with suppress(OSError):
+            os.utime(path)
+            return path.read_text()
+        digest = hashlib.sha256(json.dumps(sorted(map(_named, files))).encode()).hexdigest()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, [digest.encode()])
+        return digest
+
+    def _key(self) -> bytes:
+        """Return the region's key, which is made when it is first used."""
+        path = self._state_dir / DATA_KEY
+        try:
+            if not path.exists():
+                write_durably(path, [secrets.token_hex(_KEY_BYTES).encode()], mode=0o600)
+            key = bytes.fromhex(path.read_text().strip())
+        except (OSError, ValueError) as error:
+            raise GeofedError("STATE_INVALID", f"{path} is no key: {error}") from None
+        if len(key) != _KEY_BYTES:
+            raise GeofedError("STATE_INVALID", f"{path} is no key of {_KEY_BYTES} bytes")
+        return key
+
+
+def _named(file: ShardFile) -> list[object]:
+    """Return a file's name, bytes and digest."""
+    if file.url:
+        return [file.name, file.size, file.version]
+    try:
+        with Path(file.path).open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            changed = version_of(os.fstat(opened.fileno())) != file.version
+    except OSError as error:
+        raise GeofedError("SHARD_UNREADABLE", f"{file.path}: {error.strerror}") from None
+    if changed:
+        raise GeofedError("SHARD_UNREADABLE", f"{file.name} changes while it is read")
+    return [file.name, file.size, digest]
