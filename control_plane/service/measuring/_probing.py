@@ -220,20 +220,11 @@ class Probing:
                 regions = self._regions(spec, parted=bool(self._federation.blobs.parts(bundle_digest)))
                 counting = self._counting(regions, spec, bundle_digest, submission)
                 for region in regions:
-                    left = ends - time.monotonic()
-                    if left <= 0:
+                    if time.monotonic() >= ends:
                         raise TimeoutError
                     tried = True
                     try:
-                        weight = await self._federation.read(lambda store: store.weight(key))
-                        memory = self._measurements.memory_mb(region, spec, weight)
-                        command = self._command(region, spec, bundle_digest, left, submission, memory)
-                        row = await self._probe_in(command, key, spec.metadata.name, failed)
-                        enough = self._measurements.memory_mb(region, spec, row)
-                        if enough > memory and _lacked_memory(row) and (left := ends - time.monotonic()) > 0:
-                            # What it needs is known only now. Plans give it that, too.
-                            command = self._command(region, spec, bundle_digest, left, submission, enough)
-                            row = await self._probe_in(command, key, spec.metadata.name, failed)
+                        row = await self._probe_at(region, key, spec, bundle_digest, submission, ends, failed)
                     except GeofedError as error:
                         failed[region] = error
                     else:
@@ -260,6 +251,22 @@ class Probing:
             # If no region could be asked, the next request may try immediately.
             self._rest(asked, why)
         return _Unprobed(why)
+
+    async def _probe_at(
+        self, region: str, key: str, spec: JobSpec, bundle_digest: str, submission: common_pb2.Submission, ends: float,
+        failed: Mapping[str, GeofedError],
+    ) -> WeightRow:  # fmt: skip
+        """Probe a task in a region, once more where the first probe has lacked memory. ``ends``: monotonic seconds."""
+        weight = await self._federation.read(lambda store: store.weight(key))
+        memory = self._measurements.memory_mb(region, spec, weight)
+        command = self._command(region, spec, bundle_digest, ends - time.monotonic(), submission, memory)
+        row = await self._probe_in(command, key, spec.metadata.name, failed)
+        enough = self._measurements.memory_mb(region, spec, row)
+        if enough > memory and _lacked_memory(row) and (left := ends - time.monotonic()) > 0:
+            # What it needs is known only now. Plans give it that, too.
+            command = self._command(region, spec, bundle_digest, left, submission, enough)
+            row = await self._probe_in(command, key, spec.metadata.name, failed)
+        return row
 
     def _counting(
         self, regions: Sequence[str], spec: JobSpec, bundle_digest: str, submission: common_pb2.Submission

@@ -38,14 +38,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
             live.append(planned)
         else:
             absent.append(entry.row.name)
-    busy: dict[str, int] = {}
-    devices: dict[str, int] = {}
-    for job in jobs:
-        if not job.state.terminal:
-            has = lasting_workers_now(job)
-            for total, part in ((busy, has), (devices, devices_held(job.plan, has))):
-                for region, count in part.items():
-                    total[region] = total.get(region, 0) + count
+    busy, devices = _held(jobs)
     runs, weight = learnt.runs, learnt.weight
     profiles = profiles_of(runs)
     speeds, guessed = speeds_of(runs, batch, profiles)
@@ -83,6 +76,19 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
         merges={region: merges_of(runs, region) for region in {run.region for run in runs}},
         stage_paces=stage_paces_of(runs),
     )
+
+
+def _held(jobs: Iterable[JobEntry]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the regular workers of active jobs by region, and their devices."""
+    workers: dict[str, int] = {}
+    devices: dict[str, int] = {}
+    for job in jobs:
+        if not job.state.terminal:
+            has = lasting_workers_now(job)
+            for total, part in ((workers, has), (devices, devices_held(job.plan, has))):
+                for region, count in part.items():
+                    total[region] = total.get(region, 0) + count
+    return workers, devices
 
 
 def _told(runs: Iterable[RunRow], field: str) -> float | None:

@@ -167,47 +167,13 @@ class ContainerProvider(Provider):
     def _run(self, running: Running) -> Container:
         """Create and start a replica's container. Blocks."""
         from docker.errors import ImageNotFound
-        from docker.types import DeviceRequest
 
         assert self._engine is not None
-        spec, limits, gpus = running.spec, running.limits, self.config.docker_gpus
-        grants = Grants.of(spec)
-        volumes = {path: {"bind": path, "mode": "ro"} for path in grants.read}
-        volumes |= {path: {"bind": path, "mode": "rw"} for path in grants.write}
-        volumes[str(running.directory / "secrets")] = {"bind": _SECRETS, "mode": "ro"}
-        cpu = spec.limits.get("cpu")
-        create = partial(
-            self._engine.containers.create,
-            spec.image,
-            detach=True,
-            name=f"geofed-{self._mark}-{running.name}",
-            hostname=running.name,
-            labels={_LABEL: self._mark},
-            network=self._network,
-            environment={
-                "OMP_NUM_THREADS": str(limits.threads), "max_inflight": str(limits.max_inflight),
-                "OPENFAAS_SECRETS": _SECRETS, "OPENFAAS_NAME": spec.service, "HOME": "/tmp", **spec.env_vars,
-            },
-            user=f"{os.getuid()}:{os.getgid()}",
-            volumes=volumes,
-            mem_limit=limits.memory_bytes,
-            memswap_limit=limits.memory_bytes,
-            # Of the same memory. The engine's 64 MB are too few for processes that pass each other tensors.
-            shm_size=limits.memory_bytes,
-            nano_cpus=int(parse_cpu(cpu) * 1e9) if cpu else None,
-            pids_limit=_MOST_PROCESSES,
-            read_only=True,
-            tmpfs={"/tmp": "mode=1777"},
-            cap_drop=["ALL"],
-            security_opt=["no-new-privileges"],
-            restart_policy={"Name": "no"},
-            log_config=_ENGINE_LOG,
-            device_requests=[DeviceRequest(count=gpus, capabilities=[["gpu"]])] if gpus else None,
-        )  # fmt: skip
+        create = partial(self._engine.containers.create, running.spec.image, **self._options(running))
         try:
             container = create()
         except ImageNotFound:
-            self._engine.images.pull(spec.image)
+            self._engine.images.pull(running.spec.image)
             container = create()
         try:
             container.start()
@@ -218,6 +184,43 @@ class ContainerProvider(Provider):
         if self._closing:
             _remove(container)
         return container
+
+    def _options(self, running: Running) -> dict[str, Any]:
+        """Return what a replica's container is created with."""
+        from docker.types import DeviceRequest
+
+        spec, limits, gpus = running.spec, running.limits, self.config.docker_gpus
+        grants = Grants.of(spec)
+        volumes = {path: {"bind": path, "mode": "ro"} for path in grants.read}
+        volumes |= {path: {"bind": path, "mode": "rw"} for path in grants.write}
+        volumes[str(running.directory / "secrets")] = {"bind": _SECRETS, "mode": "ro"}
+        cpu = spec.limits.get("cpu")
+        return {
+            "detach": True,
+            "name": f"geofed-{self._mark}-{running.name}",
+            "hostname": running.name,
+            "labels": {_LABEL: self._mark},
+            "network": self._network,
+            "environment": {
+                "OMP_NUM_THREADS": str(limits.threads), "max_inflight": str(limits.max_inflight),
+                "OPENFAAS_SECRETS": _SECRETS, "OPENFAAS_NAME": spec.service, "HOME": "/tmp", **spec.env_vars,
+            },
+            "user": f"{os.getuid()}:{os.getgid()}",
+            "volumes": volumes,
+            "mem_limit": limits.memory_bytes,
+            "memswap_limit": limits.memory_bytes,
+            # Of the same memory. The engine's 64 MB are too few for processes that pass each other tensors.
+            "shm_size": limits.memory_bytes,
+            "nano_cpus": int(parse_cpu(cpu) * 1e9) if cpu else None,
+            "pids_limit": _MOST_PROCESSES,
+            "read_only": True,
+            "tmpfs": {"/tmp": "mode=1777"},
+            "cap_drop": ["ALL"],
+            "security_opt": ["no-new-privileges"],
+            "restart_policy": {"Name": "no"},
+            "log_config": _ENGINE_LOG,
+            "device_requests": [DeviceRequest(count=gpus, capabilities=[["gpu"]])] if gpus else None,
+        }  # fmt: skip
 
     def _follow(
         self, loop: asyncio.AbstractEventLoop, running: Running, container: Container, redact: Redaction
