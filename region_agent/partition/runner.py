@@ -84,7 +84,7 @@ from region_agent.partition.server_events import ServerEvents
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS, PartitionShards
 from region_agent.privacy import PrivacyGuard, is_private, keeps_texts, ships_logs, without_quotes
-from region_agent.shards.digests import DataDigests
+from region_agent.shards.digests import JobDigests
 from region_agent.shards.indexing import INDEXES, Indexes
 from region_agent.shards.weights import copy_weights
 from region_agent.state.store import AgentStore, PartitionRow
@@ -229,8 +229,8 @@ class PartitionRunner:
         )
         self._status = sync_pb2.PsStatus()
         self.meter = PartitionMeter(context.store, start.job, context.config.worker_devices(gpus_of(start.task)))
-        self._data: dict[str, str] = {}
-        """Digests of the region's own splits, as they are told."""
+        own = context.config.datasets.get(start.task.dataset) if self._shards.own else None
+        self._digests = JobDigests(context.state_dir, own, context.config.stores)
         self._invocations = Invocations(
             start,
             context.config,
@@ -243,7 +243,7 @@ class PartitionRunner:
         )
         self._server_events = ServerEvents()
         self._reported_at = self._progress_at = time.monotonic()
-        self._logged_state = self._installing = ""
+        self._logged_state = self._waits_for = ""
         self._progress_mark: tuple[object, ...] = ()
         self._tasks: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None
@@ -342,6 +342,7 @@ class PartitionRunner:
 
     async def close(self) -> None:
         """End the partition's processes and tasks; its state stays on disk."""
+        self._digests.close()
         await self._unfollow()
         await _cancel(self._tasks)
 
@@ -445,7 +446,7 @@ class PartitionRunner:
             self._context.config.prices,
             self._context.config.channel.prices,
         )
-        message.condition = message.condition or self._shards.condition or self._installing
+        message.condition = message.condition or self._shards.condition or self._waits_for
         message.evaluation.error = self._function.redact(message.evaluation.error)
         message.shard_address, message.shards_here = self._shards.address, self._shards.complete
         message.workers, message.preempted = self.machine.workers, self.machine.preempted
@@ -453,7 +454,7 @@ class PartitionRunner:
         message.speed.merged_by = self._merged_by
         message.blob_digest = blob_digest
         message.keeps_models = True
-        message.data.update(self._data)
+        message.data.update(self._digests.values)
         message.kept.CopyFrom(self._kept)
         held = self._context.config.datasets.get(self.start.task.dataset)
         if is_private(self.start.plan):
@@ -469,7 +470,7 @@ class PartitionRunner:
         context = self._context
         await self._shards.receive(self._run)
         await self._invocations.sign_splits()
-        await self._digest_data()
+        self._run(self._digests.compute())
         folder = await context.fetch_task(task.bundle_digest)
         # The parameter server reads this file when the first worker connects, which is later.
         if (initial := initial_model_file(self.start, self._folder)) is not None:
@@ -483,10 +484,10 @@ class PartitionRunner:
             if task.local:
                 await asyncio.to_thread(copy_own_model, self._folder, task.initial_job)
         if context.environments is not None and task.requirements:
-            self._installing = f"installing the packages of {task.requirements}"
+            self._waits_for = f"installing the packages of {task.requirements}"
             self._report(durable=False)
             packages = await context.environments.prepare(self.job, folder, task.requirements)
-            self._invocations.packages, self._installing = packages, ""
+            self._invocations.packages, self._waits_for = packages, ""
         context.channel.require(plan.channel or "auto")
         await asyncio.to_thread(self._invocations.prepare_channel, folder)
         await self._function.give_secrets()
@@ -500,13 +501,14 @@ class PartitionRunner:
             context.log(self.job, "agent", text)
         self.feed(PartitionPrepared())
 
-    async def _digest_data(self) -> None:
-        held = self._context.config.datasets.get(self.start.task.dataset)
-        if self._shards.own and held is not None:
-            self._installing = "reading the data for their digests"
-            digests = DataDigests(self._context.state_dir)
-            self._data = await asyncio.to_thread(digests.of, held, self._context.config.stores)
-            self._installing = ""
+    async def _digests_known(self) -> None:
+        """Wait for the digests of the data: the last report has them."""
+        if not self._digests.known:
+            self._waits_for = "reading the data for their digests"
+            self._report(durable=False)
+        with contextlib.suppress(GeofedError):  # it is told where they were begun
+            await self._digests.compute()
+        self._waits_for = ""
 
     async def _scale(self) -> None:
         self.feed(await self._function.deploy())
@@ -609,6 +611,8 @@ class PartitionRunner:
                     metered = time.monotonic()
                     self.meter.add_server_status(status, metered)
                 self.meter.see_times(status)
+                if status.phase == "finished":
+                    await self._digests_known()
                 self.feed(PsStatusChanged(view_of(status)))
                 self._report(durable=False)
         finally:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
 import os
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,11 +21,13 @@ from region_agent.shards.reading import shard_files
 from region_agent.worker.data.sources import version_of
 from region_agent.worker.invocation import ShardFile
 
-__all__ = ["DATA_KEY", "DataDigests"]
+__all__ = ["DATA_KEY", "DataDigests", "JobDigests"]
 
 DATA_KEY = "data.key"
 """Name of the file, in the agent's state directory, with the key of digests with a key: 64 hexadecimal digits."""
 _KEY_BYTES = 32
+_BLOCK_BYTES = 1 << 20
+"""Bytes that are read at a time."""
 
 
 class DataDigests:
@@ -37,8 +40,9 @@ class DataDigests:
     _lock = threading.Lock()
     """Of the process: jobs that begin together on the same data read them once."""
 
-    def __init__(self, state_dir: Path) -> None:
-        self._state_dir = state_dir
+    def __init__(self, state_dir: Path, ends: Callable[[], bool] = lambda: False) -> None:
+        """``ends``: whether nobody waits for digests any more; what is being read then is given up (UNAVAILABLE)."""
+        self._state_dir, self._ends = state_dir, ends
 
     def of(self, dataset: DatasetConfig, stores: Mapping[str, StoreConfig], rule: str = "") -> dict[str, str]:
         """Return the digest of each split as ``ALGORITHM:HEX``; empty if the region tells none. Blocks, for new files
@@ -47,7 +51,7 @@ class DataDigests:
         Args:
             rule: `plain`, `keyed` or `none`; empty: as the dataset's `digest` says.
 
-        Raises ``GeofedError``: SHARD_UNREADABLE; STATE_INVALID for a damaged key.
+        Raises ``GeofedError``: SHARD_UNREADABLE; STATE_INVALID for a damaged key; UNAVAILABLE.
         """
         rule = rule or dataset.digest
         if rule == "none":
@@ -72,10 +76,28 @@ class DataDigests:
         with suppress(OSError):
             os.utime(path)
             return path.read_text()
-        digest = hashlib.sha256(json.dumps(sorted(map(_named, files))).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(sorted(self._named(file) for file in files)).encode()).hexdigest()
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, [digest.encode()])
         return digest
+
+    def _named(self, file: ShardFile) -> list[object]:
+        """Return a file's name, bytes and digest."""
+        if file.url:
+            return [file.name, file.size, file.version]
+        try:
+            with Path(file.path).open("rb") as opened:
+                digest = hashlib.sha256()
+                while block := opened.read(_BLOCK_BYTES):
+                    if self._ends():
+                        raise GeofedError("UNAVAILABLE", f"{file.name} is not read any more: its job has ended here")
+                    digest.update(block)
+                changed = version_of(os.fstat(opened.fileno())) != file.version
+        except OSError as error:
+            raise GeofedError("SHARD_UNREADABLE", f"{file.path}: {error.strerror}") from None
+        if changed:
+            raise GeofedError("SHARD_UNREADABLE", f"{file.name} changes while it is read")
+        return [file.name, file.size, digest.hexdigest()]
 
     def _key(self) -> bytes:
         """Return the region's key, which is made when it is first used."""
@@ -91,16 +113,33 @@ class DataDigests:
         return key
 
 
-def _named(file: ShardFile) -> list[object]:
-    """Return a file's name, bytes and digest."""
-    if file.url:
-        return [file.name, file.size, file.version]
-    try:
-        with Path(file.path).open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            changed = version_of(os.fstat(opened.fileno())) != file.version
-    except OSError as error:
-        raise GeofedError("SHARD_UNREADABLE", f"{file.path}: {error.strerror}") from None
-    if changed:
-        raise GeofedError("SHARD_UNREADABLE", f"{file.name} changes while it is read")
-    return [file.name, file.size, digest]
+class JobDigests:
+    """The digests of a job's data, which are computed beside its training: large files take minutes."""
+
+    def __init__(self, state_dir: Path, dataset: DatasetConfig | None, stores: Mapping[str, StoreConfig]) -> None:
+        """``dataset``: None: none of the region's is used."""
+        self.values: dict[str, str] = {}
+        """By split, as they are told; empty: not known yet."""
+        self._ends, self._done, self._begun = threading.Event(), asyncio.Event(), False
+        self._digests, self._dataset, self._stores = DataDigests(state_dir, self._ends.is_set), dataset, stores
+
+    @property
+    def known(self) -> bool:
+        """Whether they are computed, or cannot be."""
+        return self._done.is_set()
+
+    async def compute(self) -> None:
+        """Compute them, unless somebody does already. Raises as `DataDigests.of`."""
+        if self._begun:
+            await self._done.wait()
+            return
+        self._begun = True
+        try:
+            if self._dataset is not None:
+                self.values = await asyncio.to_thread(self._digests.of, self._dataset, self._stores)
+        finally:
+            self._done.set()
+
+    def close(self) -> None:
+        """Give up what is being read."""
+        self._ends.set()

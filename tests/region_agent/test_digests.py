@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from geofed_pb.errors import GeofedError
 from region_agent.cli import app
 from region_agent.config import DatasetConfig, SplitConfig, StoreConfig
-from region_agent.shards.digests import DATA_KEY, DataDigests
+from region_agent.shards.digests import DATA_KEY, DataDigests, JobDigests
 from region_agent.shards.indexing import INDEXES
 from tests.region_agent.test_shards import _put
 
@@ -103,3 +104,29 @@ def test_the_command_prints_both_kinds(data: Path, tmp_path: Path) -> None:
     assert told["keyed"]["train"] in shown
     assert told["plain"]["train"] in shown
     assert isinstance(CliRunner().invoke(app, ["digest", "other", *common]).exception, GeofedError)
+
+
+def test_a_job_does_not_wait_for_the_digests_of_its_data_before_it_ends(tmp_path: Path, data: Path) -> None:
+    async def scenario() -> None:
+        digests = JobDigests(tmp_path, held(data, digest="plain"), {})
+        first, second = asyncio.create_task(digests.compute()), asyncio.create_task(digests.compute())
+        await asyncio.sleep(0)
+        assert not digests.known
+        assert digests.values == {}
+        await asyncio.gather(first, second)
+        assert digests.known
+        assert digests.values == DataDigests(tmp_path).of(held(data, digest="plain"), {})
+
+    asyncio.run(scenario())
+
+
+def test_what_is_read_for_a_job_that_has_ended_is_given_up(tmp_path: Path, data: Path) -> None:
+    async def scenario() -> None:
+        digests = JobDigests(tmp_path, held(data, digest="plain"), {})
+        digests.close()
+        with pytest.raises(GeofedError, match="UNAVAILABLE"):
+            await digests.compute()
+        assert digests.known
+        assert digests.values == {}
+
+    asyncio.run(scenario())
