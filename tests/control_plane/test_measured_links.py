@@ -10,11 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.core import LinksMeasured, MeasuredLink, RegionMachine, RegionState
+from control_plane.core import (
+    JobState,
+    LinkReport,
+    LinksMeasured,
+    MeasuredLink,
+    Partition,
+    RegionMachine,
+    RegionState,
+    Report,
+)
 from control_plane.core import region_state_from_json as read
 from control_plane.core import region_state_to_json as written
 from control_plane.server import ServeConfig
-from control_plane.service.measuring._links import with_measured
+from control_plane.service.measuring._links import links_measured, with_measured
 from geofed_pb.v1 import agent_pb2
 from scheduler import Link, Sighting, measured_path
 from tests.control_plane.conftest import staged
@@ -43,6 +52,19 @@ def test_a_region_keeps_a_bounded_number_of_links() -> None:
         machine.handle(_event(**{f"r{number}": (10.0, 100.0)}))
     assert len(machine.state.measured) == 256
     assert machine.state.measured[-1].destination == "r299"
+
+
+@pytest.mark.parametrize("rtt", [float("nan"), float("inf"), -5.0, 0.0, 1e9])
+@pytest.mark.parametrize("mbps", [10.0, float("nan")])
+def test_what_no_link_can_have_is_not_kept(rtt: float, mbps: float) -> None:
+    def measured(rtt: float, mbps: float) -> dict[str, tuple[MeasuredLink, ...]]:
+        report = Report(1, "finished", links={"b": LinkReport(rtt, mbps)})
+        state = JobState("j", 600.0, 0.0, partitions=(Partition("a", report=report), Partition("b")))
+        return links_measured(state, {"a": RegionState("a"), "b": RegionState("b")})
+
+    assert measured(rtt, mbps) == {}
+    assert measured(50.0, float("nan")) == measured(50.0, -1.0) == measured(50.0, float("inf")) == {}
+    assert [link.rtt_ms for link in measured(50.0, 0.0)["a"]] == [50.0]
 
 
 def test_what_an_operator_states_counts_more() -> None:

@@ -27,8 +27,8 @@ from control_plane.service.jobs._result import result_of, runs_of
 from control_plane.service.measuring._known import Learnt
 from control_plane.service.planning._planning import plan_json, snapshot_of
 from control_plane.spec import load, to_demand
-from control_plane.store import JobRow
-from scheduler import BETWEEN_REGIONS, Plan, StartBilled, plan
+from control_plane.store import JobRow, RunRow
+from scheduler import BETWEEN_REGIONS, Plan, StartBilled, link_table, plan, stood_still_seconds
 from tests.control_plane.test_dates import live
 
 
@@ -182,7 +182,7 @@ def test_the_ends_of_rounds_are_known_to_the_next_plan(job_file: Path) -> None:
     row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
     (own,) = ended(155.0, 158.0).partitions
     assert own.report is not None
-    each = next(phase.seconds for phase in chosen.estimate.phases if phase.name == BETWEEN_REGIONS) / chosen.rounds
+    each = stood_still_seconds(chosen, link_table([live(name, 500, 2, 100.0).planned for name in ("r0", "r1")]), 40)
     times = {
         "r0": RoundTime(compute=9.0, merge=0.5, exchange=5 * (each + 0.2), wait=1.0, evaluate=1.0),
         "r1": RoundTime(compute=2.0, merge=0.5, exchange=5 * (each + 3.0), wait=8.0, evaluate=1.0),
@@ -191,19 +191,25 @@ def test_the_ends_of_rounds_are_known_to_the_next_plan(job_file: Path) -> None:
         replace(own, region=name, report=replace(own.report, time=time, workers=1)) for name, time in times.items()
     )
     state = replace(ended(155.0, 158.0), partitions=parts)
-    told = snapshot_of(regions, (), Learnt(runs_of(row, state, spec, chosen)), spec.train.batch)
+    table = link_table([region.planned for region in regions if region.planned is not None])
+    told = snapshot_of(regions, (), Learnt(runs_of(row, state, spec, chosen, table)), spec.train.batch)
     assert told.round_end_seconds == pytest.approx(0.2), "of the region that the others wait for"
     assert told.round_work_seconds == pytest.approx(0.2 + 0.1), "it evaluates, and its worker does more than compute"
     learnt = replace(known, round_end_seconds=told.round_end_seconds, round_work_seconds=told.round_work_seconds)
     after = plan(learnt, replace(wanted, interval=chosen.interval, codec=chosen.codec))
     assert isinstance(after, Plan)
     phases = {phase.name: phase.seconds for phase in after.estimate.phases}
-    assert phases[BETWEEN_REGIONS] == pytest.approx(after.rounds * (each + 0.2))
+    before = {phase.name: phase.seconds for phase in chosen.estimate.phases}
+    assert phases[BETWEEN_REGIONS] == pytest.approx(before[BETWEEN_REGIONS] + after.rounds * 0.2)
     assert phases["besides steps"] == pytest.approx(after.rounds * 0.3)
-    run = runs_of(row, state, spec, replace(chosen, wan_settings={"background": 1.0}))[0]
+    hidden = replace(chosen, wan_settings={"background": 1.0})
+    run = runs_of(row, state, spec, hidden, table)[0]
     assert run.round_end_seconds is None, "nobody waits for a round's end"
-    assert run.background_end_seconds == pytest.approx(0.2)
+    assert run.background_end_seconds == pytest.approx(each + 0.2 - stood_still_seconds(hidden, table, 40))
     assert run.round_work_seconds == pytest.approx(0.3)
+    assert runs_of(row, state, spec, chosen)[0].round_end_seconds is None, "its links are not known"
+    one_way = dict(list(table.items())[:1])
+    assert runs_of(row, state, spec, chosen, one_way)[0].round_end_seconds is None, "a path of its plan is gone"
 
 
 def test_a_round_that_stands_still_for_less_than_predicted_is_known_to_the_next_plan(job_file: Path) -> None:
@@ -247,6 +253,12 @@ def test_what_no_phase_accounts_for_and_handing_the_model_in_are_known_to_the_ne
 
     assert told(workers) == (pytest.approx((0.5 + 192.0 - 162.0 - 19.0) / 5), pytest.approx(3.0))
     assert told(workers + 1) == (pytest.approx(0.5 / 5), None), "a part of the training had other workers"
+    for disturbed in ({"scale_order": 2}, {"epoch": 2}, {"preempted": True}):
+        own = replace(own, **disturbed)
+        assert told(workers) == (pytest.approx(0.5 / 5), None), "it was paused, or began again"
+        own = replace(state.partitions[0])
+    state = replace(state, trained_at=5000.0, finished_at=9000.0)
+    assert told(workers) == (pytest.approx(0.5 / 5), None), "a region was away for longer than it trained"
     after = plan(replace(known, rest_seconds=3.0), replace(wanted, interval=chosen.interval))
     assert isinstance(after, Plan)
     phases = {phase.name: phase.seconds for phase in after.estimate.phases}
@@ -269,3 +281,14 @@ def test_the_first_steps_are_those_of_the_last_region_to_make_one() -> None:
         machine.handle(Reported(at, region, Report(1, "training", step=step)))
     state = machine.state
     assert (state.started_at, state.stepped_at, state.stepped_region, state.stepped_steps) == (101.0, 104.0, "r1", 2)
+
+
+def test_one_run_on_busy_machines_does_not_decide_for_all_plans() -> None:
+    runs = [
+        RunRow(f"j{number}", region, "t", 9.0 - number, 100.0, 40, 1.0, round_end_seconds=seconds)
+        for number, seconds in enumerate([9.0, 0.2, None, 0.3, -0.1, 0.25, 50.0])
+        for region in ("r0", "r1")
+    ]
+    assert snapshot_of([], (), Learnt(runs)).round_end_seconds == 0.25
+    assert snapshot_of([], (), Learnt(runs[:2])).round_end_seconds == 9.0
+    assert snapshot_of([], (), Learnt(())).round_end_seconds is None

@@ -21,7 +21,6 @@ from control_plane.service.measuring._known import task_keys
 from control_plane.spec import JobSpec
 from control_plane.store import JobRow, RunRow
 from scheduler import (
-    BETWEEN_REGIONS,
     SLICE_ENDS,
     LinkTable,
     Plan,
@@ -120,7 +119,7 @@ def runs_of(
 ) -> tuple[RunRow, ...]:
     """Return the measurements of a task by a job that has succeeded; empty if it did not.
 
-    ``table``: the links between its regions as the next plan takes them; empty: those of its own plan.
+    ``table``: the links between its regions as the next plan takes them; empty: not known.
     """
     return runs_so_far(row, state, spec, plan, state.finished_at, table) if state.phase == "succeeded" else ()
 
@@ -193,33 +192,48 @@ class _Times:
 def _times_of(state: JobState, plan: Plan, stepped_at: float, table: LinkTable) -> _Times:
     """Return what the region that has waited least for others tells; nothing of stages, which are profiled.
 
-    What a single worker's steps take besides compute is not in its steps: plans have no merge for it. What the training
-    took in none of its phases counts to its rounds, if all regions have had the planned workers all the time.
+    What a single worker's steps take besides compute is not in its steps: plans have no merge for it. What an
+    undisturbed training took in none of its phases counts to its rounds, unless it is longer than these: so is an
+    outage.
     """
-    parts = [part for part in state.partitions if part.report is not None]
-    told = [(one, one.time, one.round) for part in parts if (one := part.report) and one.time and one.round]
+    told = [(one, one.time, one.round) for part in state.partitions if (one := part.report) and one.time and one.round]
     if not told or any(part.pipeline is not None for part in plan.partitions):
         return _Times()
     report, time, rounds = min(told, key=lambda one: one[1].wait / one[2])
-    standing = time.exchange / rounds - _standing_as_planned(state, plan, table)
     work, rest = time.evaluate + (time.merge if report.workers == 1 else 0.0), None
-    workers = {part.region: part.workers for part in plan.partitions}
-    as_planned = all(part.report is not None and part.report.workers == workers.get(part.region) for part in parts)
-    if state.trained_at and as_planned and not state.copies:
-        phases = (
-            time.compute + time.merge + time.exchange + time.wait + time.evaluate + _phase_seconds(plan, SLICE_ENDS)
-        )
-        work += max(0.0, state.trained_at - stepped_at - phases)
-        rest = max(0.0, state.finished_at - state.trained_at) if state.finished_at else None
+    if state.trained_at and _is_undisturbed(state, plan):
+        phases = time.compute + time.merge + time.exchange + time.wait + time.evaluate
+        besides = state.trained_at - stepped_at - phases - _phase_seconds(plan, SLICE_ENDS)
+        work += besides if 0.0 < besides <= phases else 0.0
+        ending = state.finished_at - state.trained_at
+        rest = ending if state.publishes <= 1 and 0.0 <= ending <= phases else None
+    predicted = _standing_as_planned(state, plan, table)
+    standing = None if predicted is None else time.exchange / rounds - predicted
     return _Times(standing, work / rounds, rest)
 
 
-def _standing_as_planned(state: JobState, plan: Plan, table: LinkTable) -> float:
-    """Return the seconds of a round for which workers stand still by the cost model."""
+def _is_undisturbed(state: JobState, plan: Plan) -> bool:
+    """Whether all regions have trained from the begin to the end, with the planned workers."""
+    workers = {part.region: part.workers for part in plan.partitions}
+    return not (state.copies or state.left_out or state.successor) and all(
+        part.report is not None
+        and part.report.workers == workers.get(part.region)
+        and (part.scale_order, part.epoch, part.preempted) == (0, 1, False)
+        for part in state.partitions
+    )
+
+
+def _standing_as_planned(state: JobState, plan: Plan, table: LinkTable) -> float | None:
+    """Return the seconds of a round for which workers stand still by the cost model; None: the links, or the size of
+    the model, are not known."""
     model_bytes = state.flat_bytes or state.blob_bytes
-    if table and model_bytes:
+    if not table or not model_bytes:
+        return None
+    try:
         return stood_still_seconds(plan, table, model_bytes)
-    return _phase_seconds(plan, BETWEEN_REGIONS) / plan.rounds
+    except ValueError:
+        # A path of the plan's is stated to be gone by now.
+        return None
 
 
 def _phase_seconds(plan: Plan, name: str) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from control_plane.core import JobState, MeasuredLink, RegionState
+from control_plane.core import JobState, LinkReport, MeasuredLink, RegionState
+from control_plane.service.state._catalogue import MOST_MBPS, MOST_RTT_MS
 from scheduler import Link, LinkTable, Plan, Region, Sighting, link_table, measured_path
 
 __all__ = ["links_measured", "links_of_plan", "with_measured"]
@@ -27,7 +28,7 @@ def links_measured(state: JobState, known: Mapping[str, RegionState]) -> dict[st
         before = {link.destination: link for link in known[part.region].measured}
         links = []
         for to, link in part.report.links.items():
-            if to not in known or not link.rtt_ms:
+            if to not in known or not _is_possible(link):
                 continue
             seen, size = Sighting(link.mbps, link.rtt_ms), part.report.exchange.update_bytes
             path = measured_path(seen, size, before[to].mbps if to in before else None)
@@ -35,6 +36,11 @@ def links_measured(state: JobState, known: Mapping[str, RegionState]) -> dict[st
         if links:
             found[part.region] = tuple(links)
     return found
+
+
+def _is_possible(link: LinkReport) -> bool:
+    """Whether a link has been measured, within the bounds of what an operator may state."""
+    return 0 < link.rtt_ms <= MOST_RTT_MS and 0 <= link.mbps <= MOST_MBPS
 
 
 def with_measured(region: Region, state: RegionState) -> Region:

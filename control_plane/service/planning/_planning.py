@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -25,6 +26,10 @@ from control_plane.spec import MOST_KEPT, JobSpec
 from control_plane.store import RunRow
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot
+
+_TELLING_RUNS = 5
+"""Newest runs of which the median counts for what rounds and ends take: in one of them the machines may have been busy,
+or a region away."""
 
 
 def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt: Learnt, batch: int = 0) -> Snapshot:
@@ -92,8 +97,9 @@ def _held(jobs: Iterable[JobEntry]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _told(runs: Iterable[RunRow], field: str) -> float | None:
-    """Return a field of the newest run that tells it; None: none does."""
-    return next((value for run in runs if (value := getattr(run, field)) is not None), None)
+    """Return the median of a field over the newest runs that tell it; None: none does."""
+    told = {run.job: value for run in runs if (value := getattr(run, field)) is not None}
+    return statistics.median(list(told.values())[:_TELLING_RUNS]) if told else None
 
 
 def workers_now(job: JobEntry) -> dict[str, int]:

@@ -129,7 +129,7 @@ class Routing:
                     self._review_job(draft, entry, links)
 
     def _review_job(self, draft: Draft, entry: JobEntry, links: JobLinks) -> None:
-        regions = [held.catalogue for part in entry.state.partitions if (held := draft.region(part.region))]
+        regions = [held.planned for part in entry.state.partitions if (held := draft.region(part.region))]
         catalogues = [catalogue for catalogue in regions if catalogue is not None]
         reports = {part.region: part.report for part in entry.state.partitions if part.report is not None}
         update_bytes = max((report.exchange.update_bytes for report in reports.values()), default=0)

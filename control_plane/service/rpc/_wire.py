@@ -66,6 +66,8 @@ from sync.robust import SUSPECT_ROUNDS
 
 _MAX_NAMES = 5000
 """Limit of the entries by region in a report; more than a federation has regions."""
+_MOST_SECONDS = 1e9
+"""Longest time of a job's rounds that is possible: 30 years."""
 _MOST_SPLITS = 100
 """Limit of a dataset's splits in a report; most have two."""
 _DATA_DIGEST = re.compile(r"(hmac-)?sha256(-etags)?:[0-9a-f]{64}")
@@ -141,7 +143,7 @@ def _usage_of(message: common_pb2.Usage) -> ResourceUsage:
 def _time_of(message: common_pb2.RoundTime) -> RoundTime | None:
     """Convert the times of rounds; None if one is not possible."""
     times = message.compute, message.merge, message.exchange, message.wait, message.evaluate
-    return RoundTime(*times) if all(0 <= seconds < math.inf for seconds in times) else None
+    return RoundTime(*times) if all(0 <= seconds <= _MOST_SECONDS for seconds in times) else None
 
 
 def _evaluation_of(message: agent_pb2.Evaluation) -> Evaluation:
