@@ -188,6 +188,8 @@ class Profiler:
         begun, weight = time.monotonic(), agent_pb2.TaskWeight()
         memory = max(command.memories_mb, default=0)
         limit = timedelta(seconds=command.limit_seconds) + _GRACE
+        if command.labels_only:
+            return await self._labels(command, memory, limit, meters)
         async with self._prepared(command, meters) as body:
             body = body.model_copy(update={"memory_mb": memory, "measure": "size"})
             name = await self._deployed(command, memory, limit)
@@ -204,11 +206,30 @@ class Profiler:
                 weight.steps.extend(agent_pb2.TimedStep(batch=one.batch, seconds=one.seconds) for one in pace.steps)
                 # Both calls create the model, but a worker creates it only once.
                 weight.start_seconds = counted - size.loaded_seconds + pace.loaded_seconds
+                self._take_labels(command, pace, weight)
             except GeofedError as error:
                 # The size is still useful.
                 weight.note = f"{error.code}: {error.message}"
         weight.usd, weight.last = self._usd(meters), True
         return agent_pb2.ProfileReport(weight=weight)
+
+    async def _labels(
+        self, command: agent_pb2.ProfileTask, memory: int, limit: timedelta, meters: _Meters
+    ) -> agent_pb2.ProfileReport:
+        """Count labels, and nothing else."""
+        weight = agent_pb2.TaskWeight(last=True)
+        async with self._prepared(command, meters) as body:
+            body = await self._with_data(command, body.model_copy(update={"memory_mb": memory, "measure": "labels"}))
+            name = await self._deployed(command, memory, limit)
+            counted, _ = await self._call(name, body, memory, limit, meters)
+            self._take_labels(command, counted, weight)
+        weight.usd = self._usd(meters)
+        return agent_pb2.ProfileReport(weight=weight)
+
+    def _take_labels(self, command: agent_pb2.ProfileTask, numbers: Profiled, weight: agent_pb2.TaskWeight) -> None:
+        """Take over what may leave the region of the labels that a worker has counted."""
+        weight.samples = numbers.samples
+        weight.labels.update(labels_that_leave(self._context.config, command.task.dataset, numbers.labels))
 
     async def _size(
         self, command: agent_pb2.ProfileTask, name: str, body: ProfileCall, limit: timedelta, meters: _Meters

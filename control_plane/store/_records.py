@@ -253,6 +253,8 @@ class WeightRow:
     """Size of all tensors of the model, also of those that are not trained, and of the gradients; 0: unknown."""
     batch_norms_json: str = "[]"
     """Names of the first layers with running statistics of batches."""
+    labels_json: str = "{}"
+    """By region: samples of its training split, and [label, number] of those that it has counted and reported."""
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,7 @@ weights = Table(
     Column("note", Text, nullable=False),
     Column("held_bytes", BigInteger, nullable=False, server_default="0"),
     Column("batch_norms_json", Text, nullable=False, server_default="[]"),
+    Column("labels_json", Text, nullable=False, server_default="{}"),
 )
 audit = Table(
     "audit",

@@ -22,6 +22,7 @@ __all__ = [
     "MERGE_TO_ALL",
     "PARTS",
     "PRECISION",
+    "PROBED_LABELS",
     "REQUIREMENTS",
     "ROBUST_BACKGROUND",
     "SECRETS",
@@ -53,9 +54,11 @@ MERGE_TO_ALL = "advanced.k: 0"
 ROBUST_BACKGROUND = "advanced.wan.robust with advanced.wan.exchange: background"
 PARTS = "task folder above 1 MiB"
 """Files of a task folder are sent each by itself."""
+PROBED_LABELS = "labels in probes"
+"""A probe counts labels, and may count nothing else."""
 FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
-    IMAGE, ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER, COMPILE, GPUS,
+    IMAGE, ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER, COMPILE, GPUS, PROBED_LABELS,
 )  # fmt: skip
 """All features of this version."""

@@ -78,12 +78,13 @@ class ProfileCall(_Body):
     """Time after which only measurements that every profile needs are begun."""
     memory_mb: int = Field(default=0, ge=0)
     """Memory of the function; 0: unknown, and the model is assumed to fit."""
-    measure: Literal["all", "nothing", "size", "pace"] = "all"
+    measure: Literal["all", "nothing", "size", "pace", "labels"] = "all"
     """"nothing": only load task and data, to measure what an invocation costs in a warm replica; "size": size of the
-    model, without reading data; "pace": a few steps, for at most `limit_seconds` after loading."""
+    model, without reading data; "pace": a few steps, for at most `limit_seconds` after loading; "labels": labels
+    alone, without a model."""
 
     labels: bool = False
-    """Whether measure "all" counts labels, too."""
+    """Whether measures "all", "pace" and "labels" count labels."""
 
 
 class StepNumbers(_Body):

@@ -62,6 +62,7 @@ _FEWER_LAYER_REPEATS = 3
 _MANY_LAYERS = 24
 """Number of layers above which each is measured fewer times."""
 _LABEL_SECONDS = 5.0
+_PROBED_LABEL_SECONDS = 2.0
 """Most time for counting labels; the noise scale has the rest."""
 _COPIES = 8
 """Copies of the parameters that measuring a whole model may hold: parameters, gradients, optimiser state, vectors for
@@ -162,6 +163,9 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
     seed_all(call.seed)
     if not len(data["train"]):
         raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
+    if call.measure == "labels":
+        labels = _labels(call, task, data["train"], time.monotonic() + _PROBED_LABEL_SECONDS)
+        return Profiled(status="done", samples=len(data["train"]), labels=labels)
     checked = time.monotonic()
     # Clients train the whole model, however large.
     layers = _layers_if_too_large(call, task) if call.clients is None else None
@@ -175,7 +179,9 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
     bench = _prepared(call, task, data, begun)
     loaded = time.monotonic() - begun
     if call.measure == "pace":
-        return Profiled(status="done", samples=len(bench.data), loaded_seconds=loaded, steps=tuple(_pace(bench)))
+        paced = tuple(_pace(bench))
+        labels = _labels(call, task, bench.data, time.monotonic() + _PROBED_LABEL_SECONDS)
+        return Profiled(status="done", samples=len(bench.data), loaded_seconds=loaded, steps=paced, labels=labels)
     steps = list(_steps(bench)) if call.measure == "all" else []
     update = _update_seconds(bench) if call.measure == "all" and call.clients is None else 0.0
     labels = _labels(call, task, bench.data, bench.ends)
@@ -382,7 +388,7 @@ def _steps(bench: _Bench) -> Iterator[StepNumbers]:
 
 def _labels(call: ProfileCall, task: TaskModule, data: Any, ends: float) -> dict[int, int]:
     """Count labels, if asked for, until a time (monotonic seconds)."""
-    if not call.labels or call.measure != "all":
+    if not call.labels or call.measure == "nothing":
         return {}
     with task.calling("dataset"):
         return label_counts(data, call.seed, call.batch, task.collate, min(ends, time.monotonic() + _LABEL_SECONDS))

@@ -10,7 +10,7 @@ from scheduler.tuning._fit import (
     fit_memory,
     least_squares,
 )
-from scheduler.tuning._labels import SKEW_THRESHOLD, label_skew
+from scheduler.tuning._labels import SKEW_THRESHOLD, LabelCounts, label_skew
 from scheduler.tuning._model import (
     ChannelProfile,
     Compute,
@@ -34,6 +34,7 @@ __all__ = [
     "Compute",
     "Configuration",
     "Convergence",
+    "LabelCounts",
     "Memory",
     "MergePoint",
     "NormPair",

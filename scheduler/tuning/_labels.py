@@ -1,4 +1,4 @@
-"""How unlike the labels of regions are, by what profiles have counted."""
+"""How unlike the labels of regions are, by what profiles and probes have counted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from scheduler.tuning._profile import TaskProfile
 
-__all__ = ["SKEW_THRESHOLD", "LabelSkew", "label_skew"]
+__all__ = ["SKEW_THRESHOLD", "LabelCounts", "LabelSkew", "label_skew"]
 
 SKEW_THRESHOLD = 0.2
 """Total variation above which labels count as skewed. With ten classes, and 20 draws each, equal splits over two to
@@ -16,8 +16,19 @@ _LABELS, _LABELS_OF_CLASS = 100, 10
 """Fewest labels counted in a region, in all and for each class. With fewer, equal regions seem to differ: two classes
 and 20 labels by up to 0.23. So many reach 0.14."""
 _SAMPLES, _COUNTED = 2000, 0.9
-"""Samples whose labels a profile counts at most, and the least part of them that a region must have reported. Where
+"""Samples whose labels are counted at most, and the least part of them that a region must have reported. Where
 rules withhold more, equal regions differ by up to 0.3."""
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """How often labels occur among some samples of a region, as far as it has reported them."""
+
+    region: str
+    samples: int
+    """Of the whole training split."""
+    labels: tuple[tuple[int, int], ...]
+    """Label and number."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +41,12 @@ class LabelSkew:
     part of the region's labels that would have to be others."""
 
 
-def label_skew(profiles: Sequence[TaskProfile]) -> LabelSkew | None:
+def label_skew(regions: Sequence[LabelCounts | TaskProfile]) -> LabelSkew | None:
     """Return the largest total variation between a region's label shares and the pooled ones, which are the mean of
     all regions' shares weighted by samples. None: fewer than two regions have counted enough labels."""
     shares: dict[str, tuple[int, dict[int, float]]] = {}
-    classes = {label for one in profiles for label, _ in one.labels}
-    for one in profiles:
+    classes = {label for one in regions for label, _ in one.labels}
+    for one in regions:
         total = sum(count for _, count in one.labels)
         counted = min(_SAMPLES, one.samples)
         if total >= max(_LABELS, _LABELS_OF_CLASS * len(classes), _COUNTED * counted):

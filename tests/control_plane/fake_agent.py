@@ -119,6 +119,8 @@ class FakeAgent:
         """Key of the last renewal."""
         self.probes = False
         """Whether what it is to probe is a command that a test answers; otherwise it cannot, and says so."""
+        self.labels: dict[int, int] = {}
+        """What it counts where it is asked for labels alone, with `probes`."""
         self._seq = 0
         self._news = asyncio.Condition()
 
@@ -195,6 +197,9 @@ class FakeAgent:
             self.cursor = message.seq
             self.commands.append(message)
             self._out.put_nowait(agent_pb2.FromAgent(command_ack=agent_pb2.CommandAck(seq=message.seq)))
+        elif kind == "probe" and message.probe.labels_only and self.probes:
+            told = agent_pb2.TaskWeight(last=True, samples=sum(self.labels.values()), labels=self.labels, usd=1e-6)
+            self.tell_profile(message.probe.id, weight=told)
         elif kind in ("profile", "stop") or (kind == "probe" and self.probes):
             self.commands.append(message)
         elif kind == "probe":

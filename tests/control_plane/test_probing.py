@@ -209,6 +209,43 @@ def test_a_step_that_fails_makes_no_job(serve_config: ServeConfig, job_file: Pat
     run(scenario())
 
 
+PRIVATE = "privacy.differential={level: sample, epsilon: 3, delta: 1e-5, clipNorm: 1}"
+
+
+def test_the_first_plan_warns_of_labels_that_differ_between_regions(serve_config: ServeConfig, job_file: Path) -> None:
+    """Which one region counts with its steps, and the other one meanwhile; unless the job does something about it."""
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage, "a") as one, scales(stage, "b") as two:
+            for number, (labels, settings, warned) in enumerate(
+                (
+                    ({0: 40, 1: 760}, (), True),
+                    ({0: 610, 1: 590}, (), False),
+                    ({0: 40, 1: 760, 100: 1}, (), False),
+                    ({0: 40, 1: 760}, ("wan.policy=fedprox",), False),
+                    (
+                        {0: 40, 1: 760},
+                        ("privacy.differential={level: sample, epsilon: 3, delta: 1e-5, clipNorm: 1}",),
+                        False,
+                    ),
+                ),
+                1,
+            ):
+                two.labels = labels
+                answer = asyncio.create_task(plan(stage, job_file, f"task.config={{number: {number}}}", *settings))
+                command = await one.command("probe", number)
+                assert command.labels is (PRIVATE not in settings)
+                one.tell_profile(command.id, weight=weight(samples=1200, labels={0: 600, 1: 600}))
+                told = (await answer)["warnings"]
+                found = [text for text in told if "labels differ between regions: 27 % of those of b" in text]
+                assert bool(found) == warned, told
+            kinds = await stage.events("")
+            assert kinds.count("task.labels") == 4, "of the last one no labels are counted"
+            assert asked(two) == 0, "it does nothing else"
+
+    run(scenario())
+
+
 UNDEFINED = "loss raised NameError: name 'y' is not defined at task.py:9 (y), called at task.py:3 (f(x))"
 LACKS = "import raised ModuleNotFoundError: No module named 'timm' at task.py:2"
 

@@ -329,7 +329,7 @@ class Contract:
             for column in ("phase", "created_at"):
                 connection.exec_driver_sql(f"CREATE INDEX ix_jobs_{column} ON jobs ({column})")
             new = ("signature_json", "shared_with", "ended_at", "model_digests", "secure_aggregation")
-            probed = (("weights", column) for column in ("held_bytes", "batch_norms_json"))
+            probed = (("weights", column) for column in ("held_bytes", "batch_norms_json", "labels_json"))
             of_users = (
                 ("users", column)
                 for column in ("public_key", "role", "token_expires_at", "identity", "subject", "sign_ins_json")

@@ -74,7 +74,7 @@ def _offer(folder: Path, region: str, classes: int, first: int, **rules: Any) ->
     return {"splits": {split: {"uri": str(file), "samples": len(y)} for split in ("train", "test")}, **rules}
 
 
-def test_after_a_profile_plans_warn_of_labels_that_differ_between_regions(
+def test_plans_warn_of_labels_that_differ_between_regions(
     running_pair: Running, tmp_path: Path
 ) -> None:
     first, second = PAIR
@@ -95,6 +95,7 @@ def test_after_a_profile_plans_warn_of_labels_that_differ_between_regions(
         with offered(running_pair, dict(zip(PAIR, held, strict=True)), name):
             for region in PAIR:
                 eventually(partial(counted, running_pair, region, name), "the data are offered", 20)
+            assert bool(warned(name)) == (name == "skewed"), "the first plan knows it from the probe"
             arguments = ("--set", f"data.dataset={name}", "-o", "json")
             told = json.loads(federation.control_plane("profile", job, *arguments, timeout=180).stdout)
             labels[name] = {region: dict(one["labels"]) for region, one in told["data"]["regions"].items()}

@@ -83,7 +83,7 @@ def test_the_client_of_the_page_plans_submits_and_reads(
     exec(of_async, {})
 
 
-def test_a_cancelled_job_of_the_page_goes_on(
+def test_a_cancelled_job_of_the_page_is_continued(
     running_pair: Running, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GEOFED_CONTEXT", str(running_pair.federation.context_file))

@@ -206,6 +206,7 @@ SURFACES = {
     },
     "scheduler.tuning": {
         "SKEW_THRESHOLD",
+        "LabelCounts",
         "label_skew",
         "ChannelProfile",
         "Compute",

@@ -50,6 +50,12 @@ class Learnt:
         return any(run.task_key == task_key for run in self.runs)
 
 
+def counts_labels(spec: JobSpec) -> bool:
+    """Whether regions are asked how often labels occur: not for a job with privacy rules, or that trains nothing."""
+    has_rules = spec.privacy.differential is not None or spec.privacy.secure_aggregation
+    return not (has_rules or spec.evaluates_only)
+
+
 def task_keys(spec: JobSpec, code_digest: str) -> tuple[str, str]:
     """Return two keys: of the task itself, with this code, configuration and dataset under any job name; and of all
     versions of the task, with this job name and any code. Learning rates and batch do not count."""

@@ -12,22 +12,22 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Mapping
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import structlog
 
-from control_plane.service.measuring._known import Learnt, task_keys
+from control_plane.service.measuring._known import Learnt, counts_labels, task_keys
 from control_plane.service.measuring._measurements import MeasurementFailed, Measurements
 from control_plane.service.rpc._wire import client_rounds
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
-from geofed_pb.bounds import MOST_BATCH_NORMS, NAME_BYTES, clean
+from geofed_pb.bounds import MOST_BATCH_NORMS, MOST_LABELS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
-from geofed_pb.features import COMPILE, EVALUATION, GPUS, IMAGE, PARTS
+from geofed_pb.features import COMPILE, EVALUATION, GPUS, IMAGE, PARTS, PROBED_LABELS
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, common_pb2
 
@@ -39,6 +39,8 @@ _LIMIT_SECONDS = 120.0
 """Timeout of a probe over all regions; the agent gets it, too."""
 _LAST_REPORT_SECONDS = 10.0
 """Time after that timeout for the agent's last report, with the cost."""
+_MOST_COUNTED = 20
+"""Regions whose labels are counted with a probe, those with the most data: the others weigh little."""
 _MAX_PROBES = 8
 """Number of tasks probed at the same time; each occupies a worker of a region for some seconds."""
 _REST_SECONDS = 60.0
@@ -88,6 +90,27 @@ class _Unprobed:
     error: GeofedError
     certain: bool = False
     """Whether any run of the task would fail the same way, so that planning it is useless."""
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """Labels that a region has counted."""
+
+    samples: int = 0
+    """Of its training split."""
+    counts: tuple[tuple[int, int], ...] = ()
+    """Label and number; empty: it has no labels, or they may not leave it."""
+
+
+@dataclass(frozen=True)
+class _Counting:
+    """Regions that count labels while another one is probed."""
+
+    tasks: Mapping[str, asyncio.Task[_Labels]]
+
+    async def done(self) -> dict[str, _Labels]:
+        """Wait for all; return what each has reported."""
+        return {region: await task for region, task in self.tasks.items()}
 
 
 class Probing:
@@ -180,30 +203,33 @@ class Probing:
             ends = time.monotonic() + _LIMIT_SECONDS
             async with asyncio.timeout(_LIMIT_SECONDS + _LAST_REPORT_SECONDS):
                 alone = len(self._measurements.live_holders(spec)) == 1
-                for region in self._regions(spec, parted=bool(self._federation.blobs.parts(bundle_digest))):
-                    left = ends - time.monotonic()
-                    if left <= 0:
-                        raise TimeoutError
-                    tried = True
-                    try:
-                        weight = await self._federation.read(lambda store: store.weight(key))
-                        memory = self._measurements.memory_mb(region, spec, weight)
-                        command = self._command(region, spec, bundle_digest, left, submission, memory)
-                        row = await self._probe_in(command, key, spec.metadata.name, failed)
-                        enough = self._measurements.memory_mb(region, spec, row)
-                        if enough > memory and _lacked_memory(row) and (left := ends - time.monotonic()) > 0:
-                            # What it needs is known only now. Plans give it that, too.
-                            command = self._command(region, spec, bundle_digest, left, submission, enough)
+                regions = self._regions(spec, parted=bool(self._federation.blobs.parts(bundle_digest)))
+                with self._counting(regions, spec, bundle_digest, submission) as counting:
+                    for region in regions:
+                        left = ends - time.monotonic()
+                        if left <= 0:
+                            raise TimeoutError
+                        tried = True
+                        try:
+                            weight = await self._federation.read(lambda store: store.weight(key))
+                            memory = self._measurements.memory_mb(region, spec, weight)
+                            command = self._command(region, spec, bundle_digest, left, submission, memory)
                             row = await self._probe_in(command, key, spec.metadata.name, failed)
-                    except GeofedError as error:
-                        failed[region] = error
-                    else:
-                        if (error_of_step := _step_error(row)) is None:
-                            self._rest(asked, None if _is_complete(row) else GeofedError("UNAVAILABLE", row.note))
-                            return None
-                        failed[region] = error_of_step
-                    if (fault := _certain_fault(failed, alone, spec.function.gpus not in (1, "auto"))) is not None:
-                        return _Unprobed(fault, certain=True)
+                            enough = self._measurements.memory_mb(region, spec, row)
+                            if enough > memory and _lacked_memory(row) and (left := ends - time.monotonic()) > 0:
+                                # What it needs is known only now. Plans give it that, too.
+                                command = self._command(region, spec, bundle_digest, left, submission, enough)
+                                row = await self._probe_in(command, key, spec.metadata.name, failed)
+                        except GeofedError as error:
+                            failed[region] = error
+                        else:
+                            if (error_of_step := _step_error(row)) is None:
+                                self._rest(asked, None if _is_complete(row) else GeofedError("UNAVAILABLE", row.note))
+                                await self._add_labels(row, await counting.done())
+                                return None
+                            failed[region] = error_of_step
+                        if (fault := _certain_fault(failed, alone, spec.function.gpus not in (1, "auto"))) is not None:
+                            return _Unprobed(fault, certain=True)
             none = GeofedError("INADMISSIBLE", "no region that holds its data has a free worker")
             why = _of_task(failed) or next(reversed(failed.values()), none)
         except TimeoutError:
@@ -218,6 +244,53 @@ class Probing:
             # If no region could be asked, the next request may try immediately.
             self._rest(asked, why)
         return _Unprobed(why)
+
+    @contextmanager
+    def _counting(
+        self, regions: Sequence[str], spec: JobSpec, bundle_digest: str, submission: common_pb2.Submission
+    ) -> Iterator[_Counting]:
+        """Have labels counted in all regions but the first, which counts its own when its steps are timed; cancel what
+        still runs in the end."""
+        asked = regions[1:_MOST_COUNTED] if counts_labels(spec) else ()
+        others = [region for region in asked if self._measurements.knows(region, PROBED_LABELS)]
+
+        def counted(region: str) -> asyncio.Task[_Labels]:
+            memory = self._measurements.memory_mb(region, spec, None)
+            command = self._command(region, spec, bundle_digest, _LIMIT_SECONDS, submission, memory)
+            command.labels_only = True
+            return awaited(self._labels_in(command, spec.metadata.name))
+
+        tasks = {region: counted(region) for region in others}
+        try:
+            yield _Counting(tasks)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+
+    async def _labels_in(self, command: agent_pb2.ProfileTask, name: str) -> _Labels:
+        """Have an agent count labels; return what it has reported, nothing if it could not."""
+        region, labels, usd = command.region, _Labels(), 0.0
+        try:
+            async with aclosing(self._measurements.run(agent_pb2.ToAgent(probe=command))) as reports:
+                async for report in reports:
+                    labels, usd = _labels_of(report.weight), _money(report.weight.usd)
+        except GeofedError as error:
+            text = f"counting the labels of {name} failed: {error.code}: {error.message}"
+            usd = _money(error.usd) if isinstance(error, MeasurementFailed) else 0.0
+            async with self._federation.change() as draft:
+                draft.record("task.probe-failed", text, region=region, data={"usd": usd})
+            return labels
+        async with self._federation.change() as draft:
+            text = f"{region} has counted {len(labels.counts)} labels of {name}"
+            draft.record("task.labels", text, region=region, data={"labels": len(labels.counts), "usd": usd})
+        return labels
+
+    async def _add_labels(self, row: WeightRow, counted: Mapping[str, _Labels]) -> None:
+        """Store the labels of other regions beside a probe."""
+        found = {region: [one.samples, one.counts] for region, one in counted.items() if one.counts}
+        if found:
+            async with self._federation.change() as draft:
+                draft.weights.append(replace(row, labels_json=json.dumps(json.loads(row.labels_json) | found)))
 
     def _rest(self, asked: _Asked, why: GeofedError | None) -> None:
         """Block another probe of a task for its user for a while if `why` is given; drop expired entries."""
@@ -292,6 +365,7 @@ class Probing:
             evaluation_batch=spec.train.eval_batch or 0,
             seed=spec.train.seed,
             memories_mb=[memory_mb],
+            labels=counts_labels(spec),
             limit_seconds=PROBE_SECONDS,
             wait_seconds=wait_seconds,
         )
@@ -425,10 +499,21 @@ def _row(key: str, region: str, at: float, reported: agent_pb2.TaskWeight) -> We
     warning = f"FRAME_INVALID: region {region} reported implausible values of a probe, which are ignored"
     note = _joined(warning if left_out else "", reported.note)
     names = [clean(name, NAME_BYTES) for name in reported.batch_norms[:MOST_BATCH_NORMS]]
+    labels = _labels_of(reported)
+    held = {region: [labels.samples, labels.counts]} if labels.counts else {}
     return WeightRow(
         key, region, at, reported.parameters, reported.model_bytes, json.dumps(steps), start, note,
-        reported.held_bytes, json.dumps(names),
+        reported.held_bytes, json.dumps(names), json.dumps(held),
     )  # fmt: skip
+
+
+def _labels_of(reported: agent_pb2.TaskWeight) -> _Labels:
+    """Return the labels that an agent has counted; none if the numbers are implausible."""
+    counts = sorted(reported.labels.items())
+    sane = len(counts) <= MOST_LABELS and all(
+        label < MOST_LABELS and 1 <= count <= reported.samples for label, count in counts
+    )
+    return _Labels(reported.samples, tuple(counts)) if sane and reported.samples <= _MAX_BYTES else _Labels()
 
 
 def _money(usd: float) -> float:

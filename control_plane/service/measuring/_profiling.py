@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from control_plane.pki import utc_now
-from control_plane.service.measuring._known import merges_of, speeds_of, task_keys
+from control_plane.service.measuring._known import counts_labels, merges_of, speeds_of, task_keys
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.planning._tuning import profile_from_json, tuned
 from control_plane.service.rpc._wire import client_rounds, to_json
@@ -143,7 +143,7 @@ def _command(region: str, memory_mb: int, spec: JobSpec, request: control_pb2.Pr
         memories_mb=sorted(set(request.memories_mb)) or [memory_mb],
         limit_seconds=LIMIT_SECONDS,
         # A job that hides what single regions or samples contribute does not ask for that otherwise.
-        labels=spec.privacy.differential is None and not spec.privacy.secure_aggregation,
+        labels=counts_labels(spec),
     )
 
 

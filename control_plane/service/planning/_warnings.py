@@ -14,7 +14,7 @@ from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
 from control_plane.store import RunRow, WeightRow
 from scheduler import Plan
-from scheduler.tuning import SKEW_THRESHOLD, label_skew
+from scheduler.tuning import SKEW_THRESHOLD, LabelCounts, TaskProfile, label_skew
 
 __all__ = ["warnings_of"]
 
@@ -69,14 +69,15 @@ def _batch_statistics(chosen: Plan, spec: JobSpec, weight: WeightRow | None) -> 
 
 
 def _unlike_labels(chosen: Plan, spec: JobSpec, weight: WeightRow | None, runs: Sequence[RunRow]) -> Iterator[str]:
-    """Labels that differ between the regions, as profiles have counted them, where the job does nothing about it.
+    """Labels that differ between the regions, as profiles or else probes have counted them, where the job does nothing
+    about it.
 
     Not where a shard is processed elsewhere: then the counts are not those of what a region trains on.
     """
     often = spec.wan.traits.every_step or (chosen.interval == 1 and spec.clients is None)
     if often or spec.wan.traits.proximal or spec.train.local or spec.evaluates_only or chosen.copies:
         return
-    known = profiles_of(runs)
+    known: dict[str, LabelCounts | TaskProfile] = {**_probed_labels(weight), **profiles_of(runs)}
     skew = label_skew([known[part.region] for part in chosen.partitions if part.region in known])
     if skew is not None and skew.distance > SKEW_THRESHOLD:
         by_batches = weight is not None and weight.batch_norms_json != "[]"
@@ -87,6 +88,14 @@ def _unlike_labels(chosen: Plan, spec: JobSpec, weight: WeightRow | None, runs: 
             "`advanced.wan.policy: fedprox` or `bsp`, or a shorter `advanced.wan.interval`, lets the regions' models "
             f"differ less{', and so does GroupNorm in place of BatchNorm' if by_batches else ''}"
         )
+
+
+def _probed_labels(weight: WeightRow | None) -> dict[str, LabelCounts]:
+    held = json.loads(weight.labels_json) if weight is not None else {}
+    return {
+        region: LabelCounts(region, samples, tuple((label, count) for label, count in counts))
+        for region, (samples, counts) in held.items()
+    }
 
 
 def _apart(chosen: Plan, regions: Mapping[str, RegionEntry]) -> Iterator[str]:

@@ -466,7 +466,7 @@ class ScalePartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., workers: _Optional[int] = ..., reason: _Optional[str] = ..., batch: _Optional[int] = ..., preemptible: bool = ..., learning_rate: _Optional[float] = ..., order: _Optional[int] = ...) -> None: ...
 
 class ProfileTask(_message.Message):
-    __slots__ = ("id", "region", "task", "batch", "seed", "memories_mb", "limit_seconds", "wait_seconds", "evaluation_batch", "labels")
+    __slots__ = ("id", "region", "task", "batch", "seed", "memories_mb", "limit_seconds", "wait_seconds", "evaluation_batch", "labels", "labels_only")
     ID_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
@@ -477,6 +477,7 @@ class ProfileTask(_message.Message):
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_BATCH_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_ONLY_FIELD_NUMBER: _ClassVar[int]
     id: str
     region: str
     task: TaskRef
@@ -487,7 +488,8 @@ class ProfileTask(_message.Message):
     wait_seconds: float
     evaluation_batch: int
     labels: bool
-    def __init__(self, id: _Optional[str] = ..., region: _Optional[str] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., batch: _Optional[int] = ..., seed: _Optional[int] = ..., memories_mb: _Optional[_Iterable[int]] = ..., limit_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., evaluation_batch: _Optional[int] = ..., labels: bool = ...) -> None: ...
+    labels_only: bool
+    def __init__(self, id: _Optional[str] = ..., region: _Optional[str] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., batch: _Optional[int] = ..., seed: _Optional[int] = ..., memories_mb: _Optional[_Iterable[int]] = ..., limit_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., evaluation_batch: _Optional[int] = ..., labels: bool = ..., labels_only: bool = ...) -> None: ...
 
 class KeepModel(_message.Message):
     __slots__ = ("job", "epoch", "round")
@@ -747,7 +749,14 @@ class ProfileReport(_message.Message):
     def __init__(self, id: _Optional[str] = ..., condition: _Optional[str] = ..., profile_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., weight: _Optional[_Union[TaskWeight, _Mapping]] = ..., usd: _Optional[float] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class TaskWeight(_message.Message):
-    __slots__ = ("parameters", "model_bytes", "steps", "start_seconds", "usd", "note", "last", "held_bytes", "batch_norms")
+    __slots__ = ("parameters", "model_bytes", "steps", "start_seconds", "usd", "note", "last", "held_bytes", "batch_norms", "labels", "samples")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -757,6 +766,8 @@ class TaskWeight(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     BATCH_NORMS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     parameters: int
     model_bytes: int
     steps: _containers.RepeatedCompositeFieldContainer[TimedStep]
@@ -766,7 +777,9 @@ class TaskWeight(_message.Message):
     last: bool
     held_bytes: int
     batch_norms: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, parameters: _Optional[int] = ..., model_bytes: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TimedStep, _Mapping]]] = ..., start_seconds: _Optional[float] = ..., usd: _Optional[float] = ..., note: _Optional[str] = ..., last: bool = ..., held_bytes: _Optional[int] = ..., batch_norms: _Optional[_Iterable[str]] = ...) -> None: ...
+    labels: _containers.ScalarMap[int, int]
+    samples: int
+    def __init__(self, parameters: _Optional[int] = ..., model_bytes: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TimedStep, _Mapping]]] = ..., start_seconds: _Optional[float] = ..., usd: _Optional[float] = ..., note: _Optional[str] = ..., last: bool = ..., held_bytes: _Optional[int] = ..., batch_norms: _Optional[_Iterable[str]] = ..., labels: _Optional[_Mapping[int, int]] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class TimedStep(_message.Message):
     __slots__ = ("batch", "seconds")

@@ -212,7 +212,9 @@ LABELLED_TASK = LINEAR_TASK.replace('torch.from_numpy(held["y"]))', "torch.arang
 def test_labels_are_counted_where_asked_for(tmp_path: Path) -> None:
     assert profiled(tmp_path, LABELLED_TASK, labels=True)[0].labels == {0: 100, 1: 100}
     assert not profiled(tmp_path, LABELLED_TASK)[0].labels
-    assert not profiled(tmp_path, LABELLED_TASK, labels=True, measure="pace")[0].labels
+    paced, alone = (profiled(tmp_path, LABELLED_TASK, labels=True, measure=one)[0] for one in ("pace", "labels"))
+    assert (paced.labels, bool(paced.steps)) == ({0: 100, 1: 100}, True)
+    assert (alone.labels, alone.samples, alone.steps, alone.parameters) == ({0: 100, 1: 100}, 200, (), 0)
     assert not profiled(tmp_path, labels=True)[0].labels, "numbers are no labels"
 
 
