@@ -74,9 +74,7 @@ def _offer(folder: Path, region: str, classes: int, first: int, **rules: Any) ->
     return {"splits": {split: {"uri": str(file), "samples": len(y)} for split in ("train", "test")}, **rules}
 
 
-def test_plans_warn_of_labels_that_differ_between_regions(
-    running_pair: Running, tmp_path: Path
-) -> None:
+def test_plans_warn_of_labels_that_differ_between_regions(running_pair: Running, tmp_path: Path) -> None:
     first, second = PAIR
     federation = running_pair.federation
     datasets = {

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 import venv
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
-import grpc
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {"control_plane", "deploy", "geofed", "geofed_pb", "region_agent", "scheduler", "sync"}
@@ -37,10 +41,8 @@ print(json.dumps({"files": files, "seconds": stamped.second, "path": sys.path}))
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the wheel; its dependencies are those of this one, without this checkout.
-
-    Python reads no `.pth` file of the folder that is added here, so the editable installation stays out.
-    """
+    """A virtual environment with the wheel, and with what it declares to need for the demo, from this one; nothing else
+    of what is installed here can be imported there. proto-plus is the other package that has a module `proto`."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
@@ -49,9 +51,55 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     (packages,) = folder.glob("lib/python*/site-packages")
-    dependencies = Path(grpc.__file__).parents[1]
-    (packages / "dependencies.pth").write_text(f"{dependencies}\n")
+    (own,) = metadata.distributions(name="geofed", path=[str(packages)])
+    _link([*_needed(own, {"demo"}), metadata.distribution("proto-plus")], packages)
     return folder
+
+
+def _needed(distribution: metadata.Distribution, extras: set[str]) -> list[metadata.Distribution]:
+    """All that a distribution with some extras needs, by the metadata of each, as pip would install it."""
+    found: dict[tuple[str, frozenset[str]], metadata.Distribution] = {}
+    waiting = [(distribution, frozenset(extras))]
+    while waiting:
+        of, with_extras = waiting.pop()
+        for required in map(Requirement, of.requires or ()):
+            holds = required.marker is None or any(
+                required.marker.evaluate({"extra": one}) for one in {"", *with_extras}
+            )
+            key = canonicalize_name(required.name), frozenset(required.extras)
+            if holds and key not in found:
+                found[key] = metadata.distribution(required.name)
+                waiting.append((found[key], key[1]))
+    return list({one.name: one for one in found.values() if one.name != distribution.name}.values())
+
+
+def _link(distributions: list[metadata.Distribution], packages: Path) -> None:
+    """Link the files of distributions: those of a folder in which nobody else has files with what
+    Python has compiled of them. Links are hard ones, since sandboxes show what is below an environment alone."""
+    owners = defaultdict(set)
+    for one in metadata.distributions():
+        # It is parsed at each access.
+        name = one.name
+        for file in one.files or ():
+            owners[file.parts[0]].add(name)
+    for one in distributions:
+        held = [file for file in one.files or () if ".." not in file.parts and "__pycache__" not in file.parts]
+        assert held, one.name
+        own = {file.parts[0] for file in held if len(owners[file.parts[0]]) == 1}
+        folder = Path(str(one.locate_file("")))
+        for name in (name for name in own if (folder / name).is_dir()):
+            shutil.copytree(folder / name, packages / name, copy_function=_linked)
+        for file in (file for file in held if file.parts[0] not in own or len(file.parts) == 1):
+            (packages / file).parent.mkdir(parents=True, exist_ok=True)
+            _linked(str(folder / file), str(packages / file))
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        # On another file system.
+        shutil.copy2(source, target)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +154,16 @@ def test_an_installation_has_its_modules_and_commands(
     assert str(ROOT) not in told["path"]
     own = {name: path for name, path in told["files"].items() if name in TOP_LEVEL}
     assert all(path.startswith(str(environment)) for path in own.values()), own
-    assert not told["files"]["proto"].startswith((str(environment), str(ROOT / "proto")))
+    assert not told["files"]["proto"].startswith(str(ROOT / "proto"))
+
+
+def test_what_is_not_declared_is_not_there(environment: Path, installed: dict[str, str], tmp_path: Path) -> None:
+    """Though it is installed here."""
+    undeclared = ("pytest", "boto3", "redis", "pandas", "plotly", "tests")
+    code = f"import importlib.util as u; print([one for one in {undeclared} if u.find_spec(one)])"
+    argv = [str(environment / "bin" / "python"), "-c", code]
+    done = subprocess.run(argv, env=installed, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
 
 
 @pytest.mark.alone
