@@ -25,9 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
-def _cells() -> list[str]:
-    """Code of the notebook; what needs pandas only where that is installed."""
-    cells = json.loads((ROOT / "examples" / "simulate.ipynb").read_text())["cells"]
+NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "examples").glob("*.ipynb"))}
+
+
+def _cells(notebook: str) -> list[str]:
+    """Code of a notebook; what needs pandas only where that is installed."""
+    cells = json.loads(NOTEBOOKS[notebook].read_text())["cells"]
     left_out = set() if importlib.util.find_spec("pandas") else {"pandas"}
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     return ["".join(cell["source"]) for cell in code if not left_out & set(cell["metadata"].get("tags", ()))]
@@ -41,15 +44,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_notebook_runs_as_in_a_running_event_loop(folder: Path) -> None:
-    """Where notebooks run their cells."""
+def _run(notebook: str) -> dict[str, Any]:
+    """Run a notebook in a running event loop, where notebooks run their cells; return its variables."""
     names: dict[str, Any] = {}
 
     async def run() -> None:
-        for cell in _cells():
+        for cell in _cells(notebook):
             exec(compile(ast.parse(cell), "cell", "exec"), names)
 
     asyncio.run(run())
+    return names
+
+
+def test_the_notebook_of_a_simulation_runs(folder: Path) -> None:
+    names = _run("simulate")
     assert names["accuracy"] > 0.9
     rows = names["training"].rounds()
     assert {row["region"] for row in rows} == {"region-1", "region-2", "region-3"}
@@ -81,6 +89,28 @@ def test_the_client_of_the_page_plans_submits_and_reads(
             client.submit("my-job/job.yaml", set={"train.batches": 1})
         assert refused.value.code == "SPEC_INVALID"
     exec(of_async, {})
+
+
+def test_the_notebooks_of_jobs_and_of_a_sweep_run(
+    running_pair: Running, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert NOTEBOOKS.keys() == {"client", "simulate", "sweep"}, "each notebook has a test"
+    monkeypatch.setenv("GEOFED_CONTEXT", str(running_pair.federation.context_file))
+    names = _run("client")
+    assert names["result"]["metrics"]["accuracy"] > 0.3
+    described = running_pair.describe(names["job"].id)
+    assert (described["state"], described["name"]) == ("succeeded", "from-a-notebook")
+    assert names["written"]["digest"] == described["result"]["model"]["digest"]
+    assert "accuracy" in capsys.readouterr().out
+    names = _run("sweep")
+    values = {trial["parameters"]["task.config.lr"]: trial["value"] for trial in names["told"]["trials"]}
+    assert values.keys() == {0.01, 0.1}
+    assert running_pair.describe(names["best"].id)["spec"]["task"]["config"]["lr"] == max(
+        values, key=values.__getitem__
+    )
+    assert "task.config.lr" in [row["key"] for row in names["compared"]["differing"]]
+    if importlib.util.find_spec("pandas"):
+        assert set(names["rounds"]["lr"]) == {"0.01", "0.1"}
 
 
 def test_a_cancelled_job_of_the_page_is_continued(
