@@ -478,22 +478,6 @@ async def test_a_probe_counts_labels_with_its_steps_or_nothing_else(scene: Scene
     assert scene.begun == ["probe-1", "w2", "w3"], "the audit log has each"
 
 
-@pytest.mark.slow
-@on_a_loop
-async def test_a_probe_counts_labels_with_its_steps_or_nothing_else(scene: Scene) -> None:
-    scene.bundle = pack({"task.py": LABELLED_TASK})
-    scene.probe(labels=True)
-    whole = (await scene.answer()).weight
-    scene.probe("w2", labels=True, labels_only=True)
-    alone = (await scene.answer(2)).weight
-    scene.probe("w3")
-    assert not (await scene.answer(3)).weight.labels, "they were not asked for"
-    for told in (whole, alone):
-        assert (dict(told.labels), told.samples, told.usd > 0) == ({0: 28, 1: 12}, 40, True)
-    assert (len(whole.steps) > 0, len(alone.steps), alone.parameters) == (True, 0, 0)
-    assert scene.begun == ["probe-1", "w2", "w3"], "the audit log has each"
-
-
 def test_a_few_samples_of_a_label_stay_whatever_the_region_file_says(tmp_path: Path) -> None:
     config = Scene(tmp_path).config
     assert labels_that_leave(config, "d", {0: 500, 1: 300, 2: 9, 3: 40}) == [(0, 500), (1, 300)]
