@@ -68,9 +68,7 @@ def require_deletable(active: Mapping[str, JobEntry], entry: JobEntry, caller: C
         text = f"job {job} {standing_text(entry.state.phase)}; only an ended job can be deleted"
         raise GeofedError("ILLEGAL_STATE", text, hint=hint)
     heirs = [
-        other.row
-        for other in active.values()
-        if (model := other.state.initial_model) is not None and model.job == job
+        other.row for other in active.values() if (model := other.state.initial_model) is not None and model.job == job
     ]
     if heirs:
         named = [row.id if caller.may_read(row) else "another user's job" for row in heirs]
