@@ -526,6 +526,25 @@ def test_a_region_whose_gpu_is_too_small_is_declined_and_others_are_not(
     run(scenario())
 
 
+def test_a_gpu_that_was_too_small_keeps_its_region_out_for_a_day_whatever_others_tell() -> None:
+    day = 86_400.0
+    told = replace(WeightRow("k", "a", 1000.0, 1, 4, "[]", 0.0, ""), note=GPU_NOTE)
+    lacks = _probing._lacks(told, 10, {})
+    text = GPU_NOTE.partition(": ")[2]
+    assert lacks == {"a": (10, text, 1000.0)}
+    row = replace(told, region="b", note="", steps_json="[[5, 0.1]]", gpu_lacks_json=json.dumps(lacks))
+    for at in (1000.0 + 0.4 * day, 1000.0 + 0.8 * day):
+        known = _probing._recent_lacks(row, at)
+        assert known == lacks
+        row = replace(row, at=at, gpu_lacks_json=json.dumps(_probing._lacks(replace(row, at=at), 5, known)))
+    assert _probing._recent_lacks(row, 1000.0 + day) == lacks
+    assert _probing._recent_lacks(row, 1001.0 + day) == {}
+    # As an earlier version has stored it.
+    row = replace(told, gpu_lacks_json=json.dumps({"a": [10, text]}))
+    assert _probing._recent_lacks(row, 1000.0 + day) == lacks
+    assert _probing._recent_lacks(row, 1001.0 + day) == {}
+
+
 def test_the_region_with_the_most_data_is_asked(serve_config: ServeConfig, job_file: Path) -> None:
     """It makes the most steps, and the others wait for it."""
 

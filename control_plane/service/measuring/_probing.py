@@ -20,7 +20,7 @@ from functools import partial
 
 import structlog
 
-from control_plane.service.measuring._known import Learnt, counts_labels, gpu_lacks_of, task_keys
+from control_plane.service.measuring._known import Learnt, counts_labels, task_keys
 from control_plane.service.measuring._measurements import MeasurementFailed, Measurements
 from control_plane.service.rpc._wire import client_rounds
 from control_plane.service.state._federation import Federation
@@ -90,6 +90,8 @@ _ELSEWHERE = "the probe in another region failed: "
 """Beginning of what a note says of another region."""
 _MAX_NOTE_CHARACTERS = 1000
 """Limit of a stored note."""
+_Lack = tuple[int, str, float]
+"""Smallest batch that has not fitted into a region's GPU, what was told of it, and when (Unix seconds)."""
 _Asked = tuple[str, str]
 """A task's key, and the user who asks for its plan."""
 _log = structlog.get_logger("geofed.probing")
@@ -164,9 +166,10 @@ class Probing:
     async def _stored(self, keys: tuple[str, str]) -> Learnt:
         learnt = await self._federation.read(lambda store: Learnt(tuple(store.runs(*keys)), store.weight(keys[0])))
         weight = learnt.weight
-        if weight is not None and self._federation.clock() > weight.at + _LACKS_SECONDS:
-            return replace(learnt, weight=replace(weight, gpu_lacks_json="{}"))
-        return learnt
+        if weight is None:
+            return learnt
+        recent = json.dumps(_recent_lacks(weight, self._federation.clock()))
+        return replace(learnt, weight=replace(weight, gpu_lacks_json=recent))
 
     def _note(self, learnt: Learnt, key: str) -> str:
         """Return why no steps are timed, or what else went wrong; empty if there are runs of the task."""
@@ -422,7 +425,8 @@ class Probing:
             failed: errors in other regions, which are noted in the plan.
         """
         region, fault = command.region, _of_task(failed)
-        known = gpu_lacks_of(await self._federation.read(lambda store: store.weight(key)))
+        before = await self._federation.read(lambda store: store.weight(key))
+        known = _recent_lacks(before, self._federation.clock())
         elsewhere = f"{_ELSEWHERE}{fault.message}" if fault else ""
         row: WeightRow | None = None
         try:
@@ -540,13 +544,22 @@ def _lacked_memory(row: WeightRow) -> bool:
     return lacked and not row.note.startswith(_GPU_MEMORY) and not _is_complete(row)
 
 
-def _lacks(row: WeightRow, batch: int, known: Mapping[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
+def _recent_lacks(weight: WeightRow | None, now: float) -> dict[str, _Lack]:
+    """Return the regions whose GPU was too small for a task at most `_LACKS_SECONDS` before ``now`` (Unix seconds)."""
+    if weight is None:
+        return {}
+    # Where earlier versions have told no time, it is that of the probe.
+    lacks = {region: (*lack, weight.at)[:3] for region, lack in json.loads(weight.gpu_lacks_json).items()}
+    return {region: lack for region, lack in lacks.items() if now <= lack[2] + _LACKS_SECONDS}
+
+
+def _lacks(row: WeightRow, batch: int, known: Mapping[str, _Lack]) -> dict[str, _Lack]:
     """Return the regions whose GPU is too small, with what a region's probe of a batch tells."""
     code, _, text = row.note.partition(": ")
     lacks = dict(known)
-    least, _ = lacks.get(row.region, (math.inf, ""))
+    least, *_ = lacks.get(row.region, (math.inf, "", 0.0))
     if code == _GPU_MEMORY:
-        lacks[row.region] = int(min(least, batch)), text
+        lacks[row.region] = int(min(least, batch)), text, row.at
     elif _is_complete(row) and batch >= least:
         del lacks[row.region]
     return lacks
