@@ -52,11 +52,9 @@ class Devices:
     """Memory of one device; None: not stated."""
     of_function: int | None = None
     """Those that the platform gives each function; None: a function sees all."""
-
-    @property
-    def seen(self) -> int:
-        """Devices that one function sees."""
-        return self.count if self.of_function is None else self.of_function
+    kept: int | None = None
+    """Those kept for preemptible workers: one for each that the region has at most, since a worker that is taken away
+    may take its device along. None: an earlier agent has not told."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +85,18 @@ class Capacity:
 
     @property
     def shared_devices(self) -> int | None:
-        """Devices that regular workers share, one or several each; one is kept for each preemptible worker. None: a
-        worker is sure to find its devices."""
+        """Devices that regular workers share, one or several each; those kept for preemptible workers are no part of
+        them. None: a worker is sure to find its devices."""
         devices = self.devices
-        return None if devices is None or devices.of_function else max(0, devices.count - self.preemptible)
+        if devices is None or devices.of_function:
+            return None
+        return max(0, devices.count - (self.preemptible if devices.kept is None else devices.kept))
+
+    @property
+    def function_devices(self) -> int | None:
+        """Most devices of one regular worker; None: workers have none that are billed."""
+        devices = self.devices
+        return devices.of_function if devices is not None and devices.of_function else self.shared_devices
 
 
 @dataclass(frozen=True)
@@ -159,12 +165,12 @@ class Region:
 
     def worker_devices(self, gpus: int | None) -> int:
         """Return the devices of one worker that are billed. ``gpus``: those that the job asks for; None: all that a
-        function sees."""
+        function may have."""
         devices = self.capacity.devices
         if devices is None:
             return 0
         # A platform that gives a function its own devices bills them, whatever the job uses.
-        return devices.of_function or (max(1, devices.count) if gpus is None else gpus)
+        return devices.of_function or gpus or max(1, self.capacity.shared_devices or 0)
 
 
 @dataclass(frozen=True)
@@ -307,7 +313,7 @@ class Demand:
     """Workers in each region, or by region; None: the plan chooses."""
     memory_mb: int | None = None
     gpus: int | None = 1
-    """Devices of one worker; None: all that its function sees."""
+    """Devices of one worker; None: all that its function may have."""
     slice_seconds: float = 30.0
     balance: str = "data"
     """What a region's steps in a round are proportional to: "data", so that all regions make the same number of epochs,

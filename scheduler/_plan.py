@@ -559,9 +559,9 @@ def _more_workers_than_there_are(needed: int, most: int) -> str:
 def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: Demand) -> list[Reason]:
     reasons = []
     name, capacity = region.name, region.capacity
-    devices, wanted = capacity.devices, demand.gpus or 1
-    if devices is not None and devices.seen < wanted:
-        text = f"functions in {name} have {devices.seen} devices, {wanted} are asked for"
+    devices, wanted = capacity.function_devices, demand.gpus or 1
+    if devices is not None and devices < wanted:
+        text = f"functions in {name} have {devices} devices, {wanted} are asked for"
         return [Reason("INADMISSIBLE", text, "lower function.gpus, or keep the region out with regions.avoid")]
     if text := _gpu_memory(region, snapshot, demand):
         reasons.append(Reason("GPU_MEMORY", text, _SMALLER_STEPS))

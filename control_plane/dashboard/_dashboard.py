@@ -47,6 +47,7 @@ from control_plane.service import (
     kept_model,
     rename,
     replan,
+    require_deletable,
     resume,
     scale,
     share,
@@ -359,14 +360,15 @@ class Dashboard:
         return RedirectResponse(f"/jobs/{quote(job)}", 303, headers=HEADERS)
 
     async def _resume(self, request: Request, caller: Caller) -> Response:
-        self._submissions.require(caller)
         entry, form = await self._find(request.path_params["job"], caller, "change"), await form_of(request)
         given, by = form.get("request", ""), caller.user or OPERATOR
         resumed, _ = await resume(self._federation, self._probing, entry.row.id, given, by)
         return RedirectResponse(f"/jobs/{quote(resumed.row.id)}", 303, headers=HEADERS)
 
     async def _deletion(self, request: Request, caller: Caller) -> str:
-        return self._pages.deletion(await self._find(request.path_params["job"], caller, "change"), caller)
+        entry = await self._find(request.path_params["job"], caller, "change")
+        require_deletable(self._federation.jobs, entry, caller)
+        return self._pages.deletion(entry, caller)
 
     async def _delete(self, request: Request, caller: Caller) -> Response:
         entry = await self._find(request.path_params["job"], caller, "change")

@@ -21,6 +21,7 @@ from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
 from control_plane.service.state._job_lookup import active_jobs
 from control_plane.service.state._leading import SILENT_SECONDS, Leading, Silence, StoreThreads
+from control_plane.service.storage._deletion import require_deletable
 from control_plane.service.storage._inventory import KEEP
 from control_plane.service.storage._sweeper import Sweeper
 
@@ -62,6 +63,7 @@ __all__ = [
     "log_message",
     "rename",
     "replan",
+    "require_deletable",
     "resume",
     "scale",
     "share",

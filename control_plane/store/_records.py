@@ -262,7 +262,8 @@ class WeightRow:
     labels_json: str = "{}"
     """By region: samples of its training split, and [label, number] of those that it has counted and reported."""
     gpu_lacks_json: str = "{}"
-    """Regions whose GPU has too little memory: the smallest batch that did not fit, and what was told of it."""
+    """Regions whose GPU has too little memory: the smallest batch that did not fit, what was told of it, and
+    when."""
 
 
 @dataclass(frozen=True)

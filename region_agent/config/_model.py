@@ -241,12 +241,12 @@ class RegionConfig(Section):
 
     def worker_devices(self, gpus: int | Literal["auto"] = 1) -> int:
         """Return the devices of a worker that are billed. ``gpus``: those that the job asks for; "auto": all that a
-        function sees."""
+        function may have, without those kept for preemptible workers."""
         devices = self.capacity.devices
         if devices is None:
             return 0
         # A platform that gives a function its own devices bills them, whatever the job uses.
-        return self._devices_of_function or (devices.count if gpus == "auto" else gpus)
+        return self._devices_of_function or (devices.count - self.capacity.preemptible if gpus == "auto" else gpus)
 
     def _capacity(self, preemptible: int | None, slice_seconds: float | None) -> dict[str, Any]:
         capacity = self.capacity.model_dump()
@@ -254,6 +254,7 @@ class RegionConfig(Section):
         capacity["least_memory_mb"] = (self.platform.memory_mb or (1, 0))[0]
         if self.capacity.devices is not None:
             capacity["devices"]["of_function"] = self._devices_of_function or None
+            capacity["devices"]["kept"] = self.capacity.preemptible
         if preemptible is not None:
             capacity["preemptible"] = preemptible
         if self.capacity.cores is None:

@@ -119,8 +119,8 @@ class FakeAgent:
         """Key of the last renewal."""
         self.probes = False
         """Whether what it is to probe is a command that a test answers; otherwise it cannot, and says so."""
-        self.labels: dict[int, int] = {}
-        """What it counts where it is asked for labels alone, with `probes`."""
+        self.labels: dict[int, int] | None = {}
+        """What it counts where it is asked for labels alone, with `probes`; None: the test answers."""
         self._seq = 0
         self._news = asyncio.Condition()
 
@@ -197,7 +197,7 @@ class FakeAgent:
             self.cursor = message.seq
             self.commands.append(message)
             self._out.put_nowait(agent_pb2.FromAgent(command_ack=agent_pb2.CommandAck(seq=message.seq)))
-        elif kind == "probe" and message.probe.labels_only and self.probes:
+        elif kind == "probe" and message.probe.labels_only and self.probes and self.labels is not None:
             told = agent_pb2.TaskWeight(last=True, samples=sum(self.labels.values()), labels=self.labels, usd=1e-6)
             self.tell_profile(message.probe.id, weight=told)
         elif kind in ("profile", "stop") or (kind == "probe" and self.probes):

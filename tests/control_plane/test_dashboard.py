@@ -391,6 +391,8 @@ def test_a_job_is_renamed_resumed_and_deleted_by_who_may(
             for path in ("resume", "delete"):
                 early = await pages.post(f"{at}/{path}", data={"request": "r2"})
                 assert (early.status_code, "only an ended job" in early.text) == (409, True)
+            early = await pages.get(f"{at}/delete")
+            assert (early.status_code, "only an ended job" in early.text) == (409, True), "before it asks"
             await pages.post(f"{at}/cancel")
             for agent in (a, b):
                 agent.report(job, "stopped")
@@ -405,25 +407,45 @@ def test_a_job_is_renamed_resumed_and_deleted_by_who_may(
             assert first.headers["location"] == second.headers["location"] != at
             resumed = await stage.client.job(first.headers["location"].rpartition("/")[2])
             assert (resumed.user, resumed.initial_model.job, resumed.initial_model.round) == ("ann", job, 1)
-            assert (await pages.post(f"{at}/delete")).status_code == 409, "the other job fetches its model"
+            for method in ("GET", "POST"):
+                refused = await pages.request(method, f"{at}/delete")
+                assert refused.status_code == 409, "the other job fetches its model"
             await pages.post(f"/jobs/{resumed.id}/cancel")
-            asking = (await pages.get(f"{at}/delete")).text
-            assert f"{job} has 1 model, which is lost." in asking
-            assert (await stage.client.job(job)).state == "cancelled", "to look deletes nothing"
             for agent in (a, b):
                 agent.report(resumed.id, "stopped")
                 await agent.settled()
+            asking = (await pages.get(f"{at}/delete")).text
+            assert f"{job} has 1 model, which is lost." in asking
+            assert (await stage.client.job(job)).state == "cancelled", "to look deletes nothing"
             assert (
                 await pages.post(f"{at}/delete", headers={"origin": "https://elsewhere.example"})
             ).status_code == 403
             gone = await pages.post(f"{at}/delete")
             assert (gone.status_code, gone.headers["location"]) == (303, "/")
             assert (await pages.get(at)).status_code == 404
-            # Whoever signs jobs resumes them by command.
+            # Whoever signs jobs may resume them here, too: the signature of the first one holds for both.
             async with as_user(stage, ann, tmp_path / "ann.key") as client:
-                await submitted(client, job_file, "r3", *asked)
-            refused = await pages.post(f"/jobs/{resumed.id}/resume", data={"request": "r4"})
-            assert (refused.status_code, "signed with a key" in refused.text) == (403, True)
+                signed = (await submitted(client, job_file, "r3", *asked)).id
+            for agent in (a, b):
+                assert (await agent.command("start", 3)).job == signed
+                agent.report(signed, "accepted")
+                agent.report(signed, "ready", ps_address=f"{agent.region}.example:9000")
+            for agent in (a, b):
+                await agent.command("peers", 2)
+                agent.report(signed, "training")
+            await keeps(signed, a, b, 1, 2)
+            await pages.post(f"/jobs/{signed}/cancel")
+            for agent in (a, b):
+                agent.report(signed, "stopped")
+                await agent.settled()
+            assert "Resume as a new job</button>" in (await pages.get(f"/jobs/{signed}")).text
+            again = await pages.post(f"/jobs/{signed}/resume", data={"request": "r4"})
+            assert again.status_code == 303
+            rest = again.headers["location"].rpartition("/")[2]
+            for agent in (a, b):
+                first, second = [await agent.command("start", number) for number in (3, 4)]
+                assert (second.job, second.task.submission) == (rest, first.task.submission)
+                assert second.task.submission.signature
         bob = (await stage.client.add_user("bob", role="member")).token
         async with browser(stage, bob) as pages:
             for action in ("rename", "unshare", "replan", "resume", "delete"):

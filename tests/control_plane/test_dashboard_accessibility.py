@@ -74,12 +74,13 @@ def walk(url: str, token: str, jobs: list[str], folder: Path, *, drawn: bool) ->
             ("job", f"/jobs/{jobs[0]}", "loss"),
             ("logs", f"/jobs/{jobs[0]}/logs", ""),
             ("compare", f"/compare?job={jobs[0]}&job={jobs[1]}", ""),
-            ("delete", f"/jobs/{jobs[0]}/delete", ""),
+            ("delete", f"/jobs/{jobs[2]}/delete", ""),
             ("no job", "/jobs/none", ""),
             ("templates", "/submit", ""),
             ("submit", "/submit?template=image-classification", ""),
         ):
             browser.get(url + path)
+            assert name != "delete" or text_of(browser, "h1").startswith("Delete "), "not the page of an error"
             found += in_every_form(browser, name, lambda chart=chart: not (drawn and chart) or chart in charts(browser))
         click(browser, "form[action^='/submit/plan'] button")
         eventually(lambda: "/submit/plan" in browser.current_url, "the plan")
@@ -100,9 +101,15 @@ def test_every_page_keeps_the_rules_of_wcag_aa(
             other = (await stage.submit(job_file, "r2", ("metadata.name=other",))).job.id
             await train(job, a, b)
             await work(SimpleNamespace(at=0.0), job, a, b)  # type: ignore[arg-type]
+            ended = (await stage.submit(job_file, "r3", ("metadata.name=ended",))).job.id
+            await stage.client.cancel(ended)
+            for agent in (a, b):
+                agent.report(ended, "stopped")
+                await agent.settled()
+            assert (await stage.client.job(ended)).state == "cancelled"
             token = stage.context.token_file.read_text().strip()
             url = f"https://127.0.0.1:{stage.ports.metrics}"
-            found = await asyncio.to_thread(walk, url, token, [job, other], tmp_path, drawn=drawn)
+            found = await asyncio.to_thread(walk, url, token, [job, other, ended], tmp_path, drawn=drawn)
             assert not found, "\n".join(found)
             for agent in (a, b):
                 await agent.close()

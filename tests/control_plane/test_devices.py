@@ -15,6 +15,7 @@ from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._allocation import Allocation, begin
 from control_plane.service.planning._planning import first_state, plan_json, snapshot_of
+from control_plane.service.state._catalogue import fault_of
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import load
@@ -135,6 +136,32 @@ def test_devices_of_preemptible_workers_are_kept_for_them(job_file: Path) -> Non
     assert isinstance(stand.answer("nine", "function={gpus: 9, memoryMb: 1024}", "train.workers=1"), Declined)
     assert stand.add("eight", 8).workers
     assert stand.add("one", 1).waits_for
+
+
+@pytest.mark.parametrize(("now", "kept"), [(2, None), (2, 2), (0, 2)])
+def test_a_worker_with_all_devices_has_those_that_are_not_kept(job_file: Path, now: int, kept: int | None) -> None:
+    """Also when preemptible workers have been taken away, with their devices."""
+    stand = _Stand(job_file, preemptible=2)
+    entry = stand.regions["east"]
+    assert entry.catalogue is not None
+    devices = Devices("a GPU", DEVICES + 2, kept=kept)
+    capacity = replace(entry.catalogue.capacity, preemptible=now, devices=devices)
+    stand.regions["east"] = replace(entry, catalogue=replace(entry.catalogue, capacity=capacity))
+    declined = stand.answer("nine", "function={gpus: 9, memoryMb: 1024}", "train.workers=1")
+    assert isinstance(declined, Declined)
+    assert declined.reasons[0].text == "functions in east have 8 devices, 9 are asked for"
+    assert stand.add("all", "auto").workers == {"east": 1}
+    assert stand.jobs["all"].plan.partitions[0].devices == DEVICES
+    assert stand.add("one", 1).waits_for, "the worker holds all of them"
+
+
+@pytest.mark.parametrize(("kept", "taken"), [(None, True), (0, True), (4, True), (5, False), (-1, False)])
+def test_no_more_devices_are_kept_than_there_are(kept: int | None, taken: bool) -> None:
+    catalogue = live("east", 1000, 4, 500.0).catalogue
+    assert catalogue is not None
+    capacity = replace(catalogue.capacity, devices=Devices("a GPU", 4, kept=kept))
+    fault = fault_of("east", replace(catalogue, capacity=capacity))
+    assert fault == "" if taken else "capacity.devices.kept" in fault
 
 
 @pytest.mark.parametrize(("workers", "devices", "free"), [(3, 8, ""), (4, 4, "worker"), (2, 8, "device"), (0, 0, "")])

@@ -21,7 +21,8 @@ from control_plane.core import (
     wan_links,
 )
 from control_plane.service._metrics import MetricsExporter
-from control_plane.service.rpc._wire import _partition, _suspicions
+from control_plane.service.rpc._wire import _partition, _suspicions, job_message
+from control_plane.store import JobRow
 
 
 def job(**b_to_a: object) -> JobState:
@@ -40,6 +41,15 @@ def job(**b_to_a: object) -> JobState:
     return JobState("job-1", 600.0, 0.0, "running", parts)
 
 
+def judged(*suspicions: dict[str, int]) -> JobState:
+    """A job of regions a, b, …, each of which reports so many suspect rounds of others."""
+    parts = [
+        Partition(name, state="training", report=Report(1, "training", exchange=WanExchange(suspicion=found)))
+        for name, found in zip("abcde", suspicions, strict=True)
+    ]
+    return JobState("job-1", 600.0, 0.0, "running", tuple(parts))
+
+
 def test_each_figure_comes_from_the_end_that_knows_it() -> None:
     forth, back = wan_links(job_state_from_json(job_state_to_json(job())))
     assert (forth.source, forth.destination, forth.state) == ("a", "b", "up")
@@ -49,11 +59,22 @@ def test_each_figure_comes_from_the_end_that_knows_it() -> None:
 
 
 def test_a_region_whose_updates_lie_far_from_the_others_is_told_before_its_quarantine() -> None:
-    assert _suspicions(job()) == {}
-    state = job_state_from_json(job_state_to_json(job(exchange=WanExchange(suspicion={"a": 3}))))
-    told = _partition(state.partitions[0], 0.0, 1, _suspicions(state).get("a", ""), ended=False)
+    assert _suspicions(job(), quarantine=True) == {}
+    state = judged({"e": 3}, {"e": 3}, {"e": 4, "a": 5}, {}, {"a": 5, "b": 5})
+    found = _suspicions(job_state_from_json(job_state_to_json(state)), quarantine=True)
+    told = _partition(state.partitions[4], 0.0, 1, found.get("e", ""), ended=False)
     assert told.condition == "its updates lay far from the others' in 3 of the 5 rounds that lead to quarantine"
-    assert _suspicions(state).keys() == {"a"}
+    assert found.keys() == {"e"}, "what two of five regions say of others is not believed"
+
+
+@pytest.mark.parametrize(("settings", "says"), [({}, True), ({"quarantine": 4.0}, True), ({"quarantine": 0.0}, False)])
+def test_nothing_is_told_of_a_quarantine_that_does_not_follow(settings: dict[str, float], says: bool) -> None:
+    state = judged(*[{"e": 9}] * 5)
+    row = JobRow("job-1", "o", "job-1", "", "", "", "{}", "{}", "", "running", 0.0)
+    estimate = SimpleNamespace(seconds=SimpleNamespace(expected=1.0))
+    plan: Any = SimpleNamespace(partitions=(), rounds=1, wan_settings=settings, estimate=estimate)
+    told = job_message(row, state, plan, lambda region: 0.0).partitions[4].condition
+    assert told == ("its updates lay far from the others' in 5 of the 5 rounds that lead to quarantine" if says else "")
 
 
 def test_regions_without_anything_between_them_have_no_link() -> None:

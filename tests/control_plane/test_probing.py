@@ -61,6 +61,10 @@ async def plan(stage: Stage, job_file: Path, *overrides: str) -> Any:
     return json.loads((await stage.client.plan(loaded.json, bundle_digest=digest)).plan_json)
 
 
+async def told_of(stage: Stage, kind: str) -> list[Any]:
+    return [event async for event in stage.client.watch("", follow=False) if event.kind == kind]
+
+
 def asked(agent: FakeAgent) -> int:
     return sum(command.WhichOneof("body") == "probe" for command in agent.commands)
 
@@ -242,6 +246,64 @@ def test_the_first_plan_warns_of_labels_that_differ_between_regions(serve_config
             kinds = await stage.events("")
             assert kinds.count("task.labels") == 4, "of the last one no labels are counted"
             assert asked(two) == 0, "it does nothing else"
+
+    run(scenario())
+
+
+def test_a_region_that_counts_no_labels_keeps_no_plan_and_no_other_labels_waiting(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it tells later is used later."""
+    monkeypatch.setattr(_probing, "_LABELS_SECONDS", 1.0)
+
+    async def scenario() -> None:
+        async with (
+            staged(serve_config) as stage, scales(stage, "a") as one, scales(stage, "b") as two,
+            scales(stage, "c") as three,
+        ):  # fmt: skip
+            two.labels, three.labels = None, {0: 40, 1: 760}
+            answer = asyncio.create_task(plan(stage, job_file))
+            silent = await two.command("probe")
+            assert silent.labels_only
+            one.tell_profile((await one.command("probe")).id, weight=weight(samples=1200, labels={0: 600, 1: 600}))
+            told = await answer
+            assert any("labels differ between regions: 27 % of those of c" in text for text in told["warnings"])
+            assert not any("of those of b" in text or "probe takes" in text for text in told["warnings"])
+            labels = agent_pb2.TaskWeight(last=True, samples=800, labels={0: 760, 1: 40}, usd=2e-6)
+            two.tell_profile(silent.id, weight=labels)
+
+            async def used() -> bool:
+                return any("45 % of those of b" in text for text in (await plan(stage, job_file))["warnings"])
+
+            await stage.until(used)
+            assert asked(one) == 1
+            costs = {event.region: json.loads(event.data_json)["usd"] for event in await told_of(stage, "task.labels")}
+            assert costs == {"b": 2e-6, "c": 1e-6}
+
+    run(scenario())
+
+
+def test_a_region_that_never_tells_its_labels_is_noted(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its probe is one that has succeeded."""
+    monkeypatch.setattr(_probing, "_COUNT_SECONDS", 0.3)
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage, "a") as one, scales(stage, "b") as two:
+            two.labels = None
+            answer = asyncio.create_task(plan(stage, job_file))
+            one.tell_profile((await one.command("probe")).id, weight=weight())
+            assert (await answer)["estimate"]["model_basis"] == "counted"
+
+            async def noted() -> bool:
+                return bool(await told_of(stage, "task.probe-failed"))
+
+            await stage.until(noted)
+            failed = await told_of(stage, "task.probe-failed")
+            assert [event.region for event in failed] == ["b"]
+            assert "failed: WAIT_TIMEOUT: region b has not answered within 0.3 s" in failed[0].text
+            assert json.loads(failed[0].data_json) == {"usd": 0.0}
 
     run(scenario())
 
@@ -462,6 +524,25 @@ def test_a_region_whose_gpu_is_too_small_is_declined_and_others_are_not(
             assert (asked(a), asked(b)) == (1, 1)
 
     run(scenario())
+
+
+def test_a_gpu_that_was_too_small_keeps_its_region_out_for_a_day_whatever_others_tell() -> None:
+    day = 86_400.0
+    told = replace(WeightRow("k", "a", 1000.0, 1, 4, "[]", 0.0, ""), note=GPU_NOTE)
+    lacks = _probing._lacks(told, 10, {})
+    text = GPU_NOTE.partition(": ")[2]
+    assert lacks == {"a": (10, text, 1000.0)}
+    row = replace(told, region="b", note="", steps_json="[[5, 0.1]]", gpu_lacks_json=json.dumps(lacks))
+    for at in (1000.0 + 0.4 * day, 1000.0 + 0.8 * day):
+        known = _probing._recent_lacks(row, at)
+        assert known == lacks
+        row = replace(row, at=at, gpu_lacks_json=json.dumps(_probing._lacks(replace(row, at=at), 5, known)))
+    assert _probing._recent_lacks(row, 1000.0 + day) == lacks
+    assert _probing._recent_lacks(row, 1001.0 + day) == {}
+    # As an earlier version has stored it.
+    row = replace(told, gpu_lacks_json=json.dumps({"a": [10, text]}))
+    assert _probing._recent_lacks(row, 1000.0 + day) == lacks
+    assert _probing._recent_lacks(row, 1001.0 + day) == {}
 
 
 def test_the_region_with_the_most_data_is_asked(serve_config: ServeConfig, job_file: Path) -> None:

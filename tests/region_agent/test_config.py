@@ -164,8 +164,13 @@ def test_devices_have_a_price_and_are_enough_for_the_workers(tmp_path: Path) -> 
         _load(tmp_path, there % 1 + told)
     config = _load(tmp_path, there % 8 + told)
     assert [config.worker_devices(gpus) for gpus in (1, 2, "auto")] == [1, 2, 8]
-    devices = {"kind": "a GPU", "count": 8, "memory_mb": None, "of_function": None}
+    devices = {"kind": "a GPU", "count": 8, "memory_mb": None, "of_function": None, "kept": 0}
     assert config.catalogue()["capacity"]["devices"] == devices
+    spot = PRICES % ", deviceUsdPerSecond: 0.001, preemptibleUsdPerGbSecond: 0.1"
+    kept = _load(tmp_path, there.replace("memoryMb", "preemptible: 3, memoryMb") % 8 + spot)
+    assert [kept.worker_devices(gpus) for gpus in (1, 2, "auto")] == [1, 2, 5]
+    there_now = kept.catalogue(preemptible=1)["capacity"]
+    assert (there_now["preemptible"], there_now["devices"]["kept"]) == (1, 3), "a device may go with its worker"
     assert config.catalogue()["prices"]["device_usd_per_second"] == 0.001
     plain = _load(tmp_path, WHOLE + PRICES % "")
     assert plain.worker_devices("auto") == 0

@@ -171,9 +171,8 @@ def gpu_bytes_of(weight: WeightRow | None) -> dict[int, int]:
 
 def gpu_lacks_of(weight: WeightRow | None) -> dict[str, tuple[int, str]]:
     """Return the regions in which a probe did not fit into the GPU's memory: its batch, and what was told of it."""
-    return (
-        {region: (batch, text) for region, (batch, text) in json.loads(weight.gpu_lacks_json).items()} if weight else {}
-    )
+    lacks = json.loads(weight.gpu_lacks_json) if weight is not None else {}
+    return {region: (batch, text) for region, (batch, text, *_) in lacks.items()}
 
 
 def _line(own: Sequence[RunRow], profile: TaskProfile | None) -> tuple[float, float]:

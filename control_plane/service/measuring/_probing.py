@@ -12,14 +12,15 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 import structlog
 
-from control_plane.service.measuring._known import Learnt, counts_labels, gpu_lacks_of, task_keys
+from control_plane.service.measuring._known import Learnt, counts_labels, task_keys
 from control_plane.service.measuring._measurements import MeasurementFailed, Measurements
 from control_plane.service.rpc._wire import client_rounds
 from control_plane.service.state._federation import Federation
@@ -28,7 +29,7 @@ from control_plane.store import WeightRow
 from geofed_pb.bounds import MOST_BATCH_NORMS, MOST_LABELS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.features import COMPILE, EVALUATION, GPUS, IMAGE, PARTS, PROBED_LABELS
-from geofed_pb.tasks import awaited
+from geofed_pb.tasks import awaited, background, log_only
 from geofed_pb.v1 import agent_pb2, common_pb2
 
 WAIT = timedelta(seconds=10)
@@ -41,8 +42,15 @@ _LAST_REPORT_SECONDS = 10.0
 """Time after that timeout for the agent's last report, with the cost."""
 _MOST_COUNTED = 20
 """Regions whose labels are counted with a probe, those with the most data: the others weigh little."""
+_COUNT_SECONDS = _LIMIT_SECONDS + _LAST_REPORT_SECONDS
+"""Time after which a region that counts labels is given up."""
+_LABELS_SECONDS = 3.0
+"""How long a plan waits after a probe for regions that still count labels, which takes about as long as the probe; what
+comes later is used by later plans."""
 _MAX_PROBES = 8
 """Number of tasks probed at the same time; each occupies a worker of a region for some seconds."""
+_MAX_COUNTS = _MAX_PROBES * _MOST_COUNTED
+"""Regions that count labels at the same time, of all tasks together."""
 _REST_SECONDS = 60.0
 """Time after which a task that could not be probed may be tried again."""
 _TASK_CODES = frozenset({"TASK_FAILED", "TASK_INVALID"})
@@ -82,6 +90,8 @@ _ELSEWHERE = "the probe in another region failed: "
 """Beginning of what a note says of another region."""
 _MAX_NOTE_CHARACTERS = 1000
 """Limit of a stored note."""
+_Lack = tuple[int, str, float]
+"""Smallest batch that has not fitted into a region's GPU, what was told of it, and when (Unix seconds)."""
 _Asked = tuple[str, str]
 """A task's key, and the user who asks for its plan."""
 _log = structlog.get_logger("geofed.probing")
@@ -106,22 +116,6 @@ class _Labels:
     """Label and number; empty: it has no labels, or they may not leave it."""
 
 
-@dataclass(frozen=True)
-class _Counting:
-    """Regions that count labels while another one is probed."""
-
-    tasks: Mapping[str, asyncio.Task[_Labels]]
-
-    async def done(self) -> dict[str, _Labels]:
-        """Wait for all; return what each has reported."""
-        return {region: await task for region, task in self.tasks.items()}
-
-    def close(self) -> None:
-        """Cancel what still runs."""
-        for task in self.tasks.values():
-            task.cancel()
-
-
 class Probing:
     """Running probes, at most one for each task and user: a region may refuse the code of one user only."""
 
@@ -131,10 +125,13 @@ class Probing:
         self._running: dict[_Asked, asyncio.Task[_Unprobed | None]] = {}
         self._rests: dict[_Asked, tuple[float, GeofedError]] = {}
         """When a task may be probed again, and why it could not be probed."""
+        self._counts: dict[tuple[_Asked, str], asyncio.Task[_Labels]] = {}
+        """Regions that count labels of a task. They outlive its probe."""
+        self._keeping: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Cancel all running probes."""
-        going = list(self._running.values())
+        going = [*self._running.values(), *self._counts.values(), *self._keeping]
         for task in going:
             task.cancel()
         await asyncio.gather(*going, return_exceptions=True)
@@ -169,9 +166,10 @@ class Probing:
     async def _stored(self, keys: tuple[str, str]) -> Learnt:
         learnt = await self._federation.read(lambda store: Learnt(tuple(store.runs(*keys)), store.weight(keys[0])))
         weight = learnt.weight
-        if weight is not None and self._federation.clock() > weight.at + _LACKS_SECONDS:
-            return replace(learnt, weight=replace(weight, gpu_lacks_json="{}"))
-        return learnt
+        if weight is None:
+            return learnt
+        recent = json.dumps(_recent_lacks(weight, self._federation.clock()))
+        return replace(learnt, weight=replace(weight, gpu_lacks_json=recent))
 
     def _note(self, learnt: Learnt, key: str) -> str:
         """Return why no steps are timed, or what else went wrong; empty if there are runs of the task."""
@@ -196,7 +194,7 @@ class Probing:
         if task is None:
             if len(self._running) >= _MAX_PROBES:
                 return _Unprobed(GeofedError("UNAVAILABLE", f"{len(self._running)} other tasks are being probed"))
-            task = self._running[asked] = awaited(self._probe(key, spec, bundle_digest, submission))
+            task = self._running[asked] = awaited(self._probe_and_count(key, spec, bundle_digest, submission))
             task.add_done_callback(lambda _: self._running.pop(asked, None))
         await asyncio.wait({task}, timeout=self._wait)
         if not task.done():
@@ -206,19 +204,35 @@ class Probing:
             return _Unprobed(GeofedError("UNAVAILABLE", "the control plane is stopping"))
         return task.result()
 
-    async def _probe(
+    async def _probe_and_count(
         self, key: str, spec: JobSpec, bundle_digest: str, submission: common_pb2.Submission
     ) -> _Unprobed | None:
-        """Try one region after another until one has probed the task; return why none has, else None."""
+        """Probe a task while other regions count labels, and wait for these a little; return as `_probe`."""
+        counts: dict[str, asyncio.Task[_Labels]] = {}
+        why = await self._probe(key, spec, bundle_digest, submission, counts)
+        if counts:
+            # Only now, since each report of the probe replaces what is stored.
+            keeping = background(self._keep_labels(key, counts), log_only)
+            self._keeping.add(keeping)
+            keeping.add_done_callback(self._keeping.discard)
+            if why is None:
+                await asyncio.wait({keeping}, timeout=_LABELS_SECONDS)
+        return why
+
+    async def _probe(
+        self, key: str, spec: JobSpec, bundle_digest: str, submission: common_pb2.Submission,
+        counts: dict[str, asyncio.Task[_Labels]],
+    ) -> _Unprobed | None:  # fmt: skip
+        """Try one region after another until one has probed the task; return why none has, else None. ``counts``: gets
+        the regions that count labels meanwhile."""
         asked, failed = (key, submission.user), dict[str, GeofedError]()
         tried, row = False, None
-        counting = _Counting({})
         try:
             ends = time.monotonic() + _LIMIT_SECONDS
             async with asyncio.timeout(_LIMIT_SECONDS + _LAST_REPORT_SECONDS):
                 alone = len(self._measurements.live_holders(spec)) == 1
                 regions = self._regions(spec, parted=bool(self._federation.blobs.parts(bundle_digest)))
-                counting = self._counting(regions, spec, bundle_digest, submission)
+                counts |= self._counting(asked, regions, spec, bundle_digest, submission)
                 for region in regions:
                     if time.monotonic() >= ends:
                         raise TimeoutError
@@ -230,7 +244,6 @@ class Probing:
                     else:
                         if (error_of_step := _step_error(row)) is None:
                             self._rest(asked, None if _is_complete(row) else GeofedError("UNAVAILABLE", row.note))
-                            await self._add_labels(row, await counting.done())
                             return None
                         failed[region] = error_of_step
                     if (fault := _certain_fault(failed, alone, spec.function.gpus not in (1, "auto"))) is not None:
@@ -245,8 +258,6 @@ class Probing:
         except Exception as error:  # noqa: BLE001 - plans that wait for the probe must continue without it
             _log.exception("a task could not be probed", task=key)
             why = GeofedError("INTERNAL", f"{type(error).__name__}: {error}")
-        finally:
-            counting.close()
         if tried:
             # If no region could be asked, the next request may try immediately.
             self._rest(asked, why)
@@ -269,26 +280,38 @@ class Probing:
         return row
 
     def _counting(
-        self, regions: Sequence[str], spec: JobSpec, bundle_digest: str, submission: common_pb2.Submission
-    ) -> _Counting:
+        self, asked: _Asked, regions: Sequence[str], spec: JobSpec, bundle_digest: str,
+        submission: common_pb2.Submission,
+    ) -> dict[str, asyncio.Task[_Labels]]:  # fmt: skip
         """Have labels counted in all regions but the first, which counts its own when its steps are timed."""
         if not counts_labels(spec):
-            return _Counting({})
+            return {}
         others = [region for region in regions[1:_MOST_COUNTED] if self._measurements.knows(region, PROBED_LABELS)]
+        found: dict[str, asyncio.Task[_Labels]] = {}
+        for region in others:
+            task = self._counts.get((asked, region))
+            if task is None:
+                if len(self._counts) >= _MAX_COUNTS:
+                    break
+                memory = self._measurements.memory_mb(region, spec, None)
+                command = self._command(region, spec, bundle_digest, _LIMIT_SECONDS, submission, memory)
+                command.labels_only = True
+                task = self._counts[asked, region] = awaited(self._labels_in(command, spec.metadata.name))
+                task.add_done_callback(partial(self._counted, (asked, region)))
+            found[region] = task
+        return found
 
-        def counted(region: str) -> asyncio.Task[_Labels]:
-            memory = self._measurements.memory_mb(region, spec, None)
-            command = self._command(region, spec, bundle_digest, _LIMIT_SECONDS, submission, memory)
-            command.labels_only = True
-            return awaited(self._labels_in(command, spec.metadata.name))
-
-        return _Counting({region: counted(region) for region in others})
+    def _counted(self, count: tuple[_Asked, str], _: object) -> None:
+        self._counts.pop(count, None)
 
     async def _labels_in(self, command: agent_pb2.ProfileTask, name: str) -> _Labels:
         """Have an agent count labels; return what it has reported, nothing if it could not."""
         region, labels, usd = command.region, _Labels(), 0.0
         try:
-            async with aclosing(self._measurements.run(agent_pb2.ToAgent(probe=command))) as reports:
+            async with (
+                _timeout_of(region, _COUNT_SECONDS),
+                aclosing(self._measurements.run(agent_pb2.ToAgent(probe=command))) as reports,
+            ):
                 async for report in reports:
                     labels, usd = _labels_of(report.weight), _money(report.weight.usd)
         except GeofedError as error:
@@ -302,12 +325,17 @@ class Probing:
             draft.record("task.labels", text, region=region, data={"labels": len(labels.counts), "usd": usd})
         return labels
 
-    async def _add_labels(self, row: WeightRow, counted: Mapping[str, _Labels]) -> None:
-        """Store the labels of other regions beside a probe."""
-        found = {region: [one.samples, one.counts] for region, one in counted.items() if one.counts}
-        if found:
-            async with self._federation.change() as draft:
-                draft.weights.append(replace(row, labels_json=json.dumps(json.loads(row.labels_json) | found)))
+    async def _keep_labels(self, key: str, counts: Mapping[str, asyncio.Task[_Labels]]) -> None:
+        """Store the labels that other regions count beside a task's probe, as they arrive."""
+        left = set(counts.values())
+        while left:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            told = {region: task.result() for region, task in counts.items() if task in done and not task.cancelled()}
+            found = {region: [one.samples, one.counts] for region, one in told.items() if one.counts}
+            row = await self._federation.read(lambda store: store.weight(key)) if found else None
+            if row is not None:
+                async with self._federation.change() as draft:
+                    draft.weights.append(replace(row, labels_json=json.dumps(json.loads(row.labels_json) | found)))
 
     def _rest(self, asked: _Asked, why: GeofedError | None) -> None:
         """Block another probe of a task for its user for a while if `why` is given; drop expired entries."""
@@ -397,7 +425,8 @@ class Probing:
             failed: errors in other regions, which are noted in the plan.
         """
         region, fault = command.region, _of_task(failed)
-        known = gpu_lacks_of(await self._federation.read(lambda store: store.weight(key)))
+        before = await self._federation.read(lambda store: store.weight(key))
+        known = _recent_lacks(before, self._federation.clock())
         elsewhere = f"{_ELSEWHERE}{fault.message}" if fault else ""
         row: WeightRow | None = None
         try:
@@ -429,6 +458,16 @@ class Probing:
                 text = f"{name} was probed in {row.region}: {row.parameters:,} parameters"
                 data = {"parameters": row.parameters, "model_bytes": row.model_bytes, "usd": _money(reported.usd)}
                 draft.record("task.probed", text, region=row.region, data=data)
+
+
+@asynccontextmanager
+async def _timeout_of(region: str, seconds: float) -> AsyncIterator[None]:
+    """Raise ``GeofedError("WAIT_TIMEOUT")`` if what is asked of a region takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise GeofedError("WAIT_TIMEOUT", f"region {region} has not answered within {seconds:g} s") from None
 
 
 def _certain_fault(failed: Mapping[str, GeofedError], alone: bool, several_gpus: bool = False) -> GeofedError | None:
@@ -505,13 +544,22 @@ def _lacked_memory(row: WeightRow) -> bool:
     return lacked and not row.note.startswith(_GPU_MEMORY) and not _is_complete(row)
 
 
-def _lacks(row: WeightRow, batch: int, known: Mapping[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
+def _recent_lacks(weight: WeightRow | None, now: float) -> dict[str, _Lack]:
+    """Return the regions whose GPU was too small for a task at most `_LACKS_SECONDS` before ``now`` (Unix seconds)."""
+    if weight is None:
+        return {}
+    # Where earlier versions have told no time, it is that of the probe.
+    lacks = {region: (*lack, weight.at)[:3] for region, lack in json.loads(weight.gpu_lacks_json).items()}
+    return {region: lack for region, lack in lacks.items() if now <= lack[2] + _LACKS_SECONDS}
+
+
+def _lacks(row: WeightRow, batch: int, known: Mapping[str, _Lack]) -> dict[str, _Lack]:
     """Return the regions whose GPU is too small, with what a region's probe of a batch tells."""
     code, _, text = row.note.partition(": ")
     lacks = dict(known)
-    least, _ = lacks.get(row.region, (math.inf, ""))
+    least, *_ = lacks.get(row.region, (math.inf, "", 0.0))
     if code == _GPU_MEMORY:
-        lacks[row.region] = int(min(least, batch)), text
+        lacks[row.region] = int(min(least, batch)), text, row.at
     elif _is_complete(row) and batch >= least:
         del lacks[row.region]
     return lacks

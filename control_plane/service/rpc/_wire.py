@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -62,7 +63,7 @@ from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
 from scheduler import PipelineShape, Plan, PlannedPartition
 from sync.histograms import from_messages
 from sync.policy import policy_named
-from sync.robust import SUSPECT_ROUNDS
+from sync.robust import QUARANTINE_ROUNDS, SUSPECT_ROUNDS
 
 _MAX_NAMES = 5000
 """Limit of the entries by region in a report; more than a federation has regions."""
@@ -410,7 +411,8 @@ def _pipeline(shape: PipelineShape) -> agent_pb2.Pipeline:
 
 def job_message(row: JobRow, state: JobState, plan: Plan, contact: Callable[[str], float]) -> control_pb2.Job:
     """Return a job's message for users; `contact` returns the last contact of a region, in Unix seconds."""
-    workers, suspicions = {part.region: part.workers for part in plan.partitions}, _suspicions(state)
+    workers = {part.region: part.workers for part in plan.partitions}
+    suspicions = _suspicions(state, quarantine=bool(plan.wan_settings.get("quarantine", QUARANTINE_ROUNDS)))
     message = control_pb2.Job(
         id=row.id,
         name=row.name,
@@ -483,16 +485,22 @@ def _money(report: Report) -> list[common_pb2.Money]:
     ]
 
 
-def _suspicions(state: JobState) -> dict[str, str]:
-    """Return what is to be said of regions whose updates lie far from the others', by region."""
-    found: dict[str, int] = {}
-    for part in state.partitions:
-        for region, rounds in part.report.exchange.suspicion.items() if part.report is not None else ():
-            found[region] = max(rounds, found.get(region, 0))
+def _suspicions(state: JobState, *, quarantine: bool) -> dict[str, str]:
+    """Return what is to be said of regions whose updates lie far from the others', by region: nothing where no
+    ``quarantine`` follows.
+
+    All regions judge alike, so the median of what they report is right while most of them are.
+    """
+    told = [part.report.exchange.suspicion for part in state.partitions if part.report is not None]
+    if not (quarantine and told):
+        return {}
     text = f"of the {SUSPECT_ROUNDS} rounds that lead to quarantine"
+    found = {
+        part.region: min(statistics.median_low(one.get(part.region, 0) for one in told), SUSPECT_ROUNDS)
+        for part in state.partitions
+    }
     return {
-        region: f"its updates lay far from the others' in {min(rounds, SUSPECT_ROUNDS)} {text}"
-        for region, rounds in found.items()
+        region: f"its updates lay far from the others' in {rounds} {text}" for region, rounds in found.items() if rounds
     }
 
 

@@ -119,6 +119,8 @@ def _capacity_faults(catalogue: Catalogue) -> Iterator[str]:
         yield from _outside("capacity.devices.count", devices.count, 1, _MOST_WORKERS)
         if devices.of_function is not None:
             yield from _outside("capacity.devices.of_function", devices.of_function, 1, devices.count)
+        if devices.kept is not None:
+            yield from _outside("capacity.devices.kept", devices.kept, 0, devices.count)
         if devices.memory_mb is not None:
             yield from _outside("capacity.devices.memory_mb", devices.memory_mb, 1, _MOST_MEMORY_MB)
         if not 0 < len(devices.kind) <= _TEXT:

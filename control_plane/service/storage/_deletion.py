@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from control_plane._view import standing_text
 from control_plane.core import models_of
 from control_plane.service.state._callers import Caller
@@ -12,7 +14,7 @@ from control_plane.store import CommandRow, Deletion, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, control_pb2
 
-__all__ = ["BY_RULE", "delete_job"]
+__all__ = ["BY_RULE", "delete_job", "require_deletable"]
 
 BY_RULE = Caller("--keep jobs")
 """Deletes the jobs that the control plane's own rule no longer keeps. No user can have this name."""
@@ -32,10 +34,11 @@ async def delete_job(
         return _reply(before, []), frozenset()
     job = (await federation.lookup.find_job(name, caller.may_read)).row.id
     async with federation.change() as draft:
-        entry = await federation.lookup.ended_job(job)
+        entry = await federation.lookup.ended_job(job) or draft.job(job)
         if entry is None:
-            raise _not_ended(draft, job)
-        _require_no_heir(draft, entry, caller)
+            # It was deleted a moment ago.
+            raise GeofedError("JOB_NOT_FOUND", f"job {job} not found")
+        require_deletable(draft.jobs, entry, caller)
         uses = await federation.read(Store.job_uses)
         is_shared = any(use.bundle_digest == entry.row.bundle_digest and use.id != job for use in uses)
         gone = _deletion(draft, entry, caller.user or OPERATOR)
@@ -56,26 +59,20 @@ async def delete_job(
     return _reply(gone, regions), frozenset({entry.row.bundle_digest, *parts, *models})
 
 
-def _not_ended(draft: Draft, job: str) -> GeofedError:
-    """Return the error for a job that has not ended, or was deleted a moment ago."""
-    if (entry := draft.job(job)) is None:
-        return GeofedError("JOB_NOT_FOUND", f"job {job} not found")
-    hint = f"`geofed finish {job}` ends it with its present model, `geofed cancel {job}` without"
-    text = f"job {job} {standing_text(entry.state.phase)}; only an ended job can be deleted"
-    return GeofedError("ILLEGAL_STATE", text, hint=hint)
-
-
-def _require_no_heir(draft: Draft, entry: JobEntry, caller: Caller) -> None:
-    """Raise ``GeofedError("ILLEGAL_STATE")`` if a job that has not ended started from the job's model: its regions may
-    have to fetch it again."""
+def require_deletable(active: Mapping[str, JobEntry], entry: JobEntry, caller: Caller) -> None:
+    """Raise ``GeofedError("ILLEGAL_STATE")`` if a job has not ended, or if one of the ``active`` jobs started from its
+    model: its regions may have to fetch it again."""
+    job = entry.row.id
+    if not entry.state.terminal:
+        hint = f"`geofed finish {job}` ends it with its present model, `geofed cancel {job}` without"
+        text = f"job {job} {standing_text(entry.state.phase)}; only an ended job can be deleted"
+        raise GeofedError("ILLEGAL_STATE", text, hint=hint)
     heirs = [
-        other.row
-        for other in draft.jobs.values()
-        if (model := other.state.initial_model) is not None and model.job == entry.row.id
+        other.row for other in active.values() if (model := other.state.initial_model) is not None and model.job == job
     ]
     if heirs:
         named = [row.id if caller.may_read(row) else "another user's job" for row in heirs]
-        text = f"{', '.join(sorted(named))} started from the model of {entry.row.id}, and has not ended"
+        text = f"{', '.join(sorted(named))} started from the model of {job}, and has not ended"
         raise GeofedError("ILLEGAL_STATE", text, hint="delete it when that job has ended")
 
 

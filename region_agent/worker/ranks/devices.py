@@ -15,16 +15,17 @@ __all__ = ["devices_of", "devices_seen", "own_device", "per_device"]
 def devices_seen(gpus: Gpus, worker: int = 0, billed: int = 0) -> tuple[torch.device, ...]:
     """Return the devices of a worker that has so many of the GPUs that this process sees; without one, the CPU.
 
-    Workers of one machine are distributed over its GPUs by their numbers. "auto": all. ``billed``: GPUs that the region
-    bills for the worker. Raises ``GeofedError("GPUS_TOO_FEW")`` if the process sees fewer.
+    Workers of one machine are distributed over its GPUs by their numbers. "auto": as many as are billed, or else all.
+    ``billed``: GPUs that the region bills for the worker. Raises ``GeofedError("GPUS_TOO_FEW")`` if the process sees
+    fewer.
     """
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    wanted = max(1, seen) if gpus == "auto" else gpus
-    if wanted > max(1, seen):
-        raise GeofedError("GPUS_TOO_FEW", f"`function.gpus: {wanted}`, and a function sees {seen or 'no'} GPUs here")
+    if gpus != "auto" and gpus > max(1, seen):
+        raise GeofedError("GPUS_TOO_FEW", f"`function.gpus: {gpus}`, and a function sees {seen or 'no'} GPUs here")
     _check_billed(billed, seen)
     if not seen:
         return (torch.device("cpu"),)
+    wanted = (billed or seen) if gpus == "auto" else gpus
     return tuple(torch.device("cuda", (worker * wanted + place) % seen) for place in range(wanted))
 
 

@@ -258,6 +258,7 @@ def test_a_worker_that_sees_fewer_gpus_than_are_billed_computes_nothing(tmp_path
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert len(devices_seen("auto", billed=2)) == 2
+    assert len(devices_seen("auto", billed=1)) == 1, "the other one is kept for a preemptible worker"
     with pytest.raises(GeofedError, match="bills 4 GPUs for a worker, and a function sees 2"):
         devices_seen("auto", billed=4)
 
