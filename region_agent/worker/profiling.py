@@ -62,8 +62,9 @@ _FEWER_LAYER_REPEATS = 3
 _MANY_LAYERS = 24
 """Number of layers above which each is measured fewer times."""
 _LABEL_SECONDS = 5.0
-_PROBED_LABEL_SECONDS = 2.0
 """Most time for counting labels; the noise scale has the rest."""
+_PROBED_LABEL_SECONDS = 2.0
+"""The same in a probe, for which a plan waits."""
 _COPIES = 8
 """Copies of the parameters that measuring a whole model may hold: parameters, gradients, optimiser state, vectors for
 norms."""
