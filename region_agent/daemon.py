@@ -28,6 +28,7 @@ from region_agent.capacity import preemptible_workers
 from region_agent.config import EmbeddedGateway, FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess, openfaas_client, reachable
 from region_agent.gateway import GatewayClient
+from region_agent.gateway.device_blocks import DeviceBlocks
 from region_agent.gateway.functions import Isolation
 from region_agent.gateway.owner import Owner
 from region_agent.isolation import isolation_of
@@ -231,6 +232,7 @@ class Agent:
             isolation=self._isolation,
             owner=self._owner(),
             environments=Environments(self._state_dir, self._config),
+            devices=DeviceBlocks(self._config.machine_devices),
         )
 
     def _owner(self) -> Owner:

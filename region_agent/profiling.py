@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -29,6 +30,7 @@ from region_agent.machine_rates import durable_write_rate, fresh_memory_rate
 from region_agent.partition.billing import bill, invocation_amounts
 from region_agent.partition.calls import at_once, bundle_key, client_rounds, gpus_of, precision_of
 from region_agent.partition.channel import usage_meters
+from region_agent.partition.invocations import HeldDevices
 from region_agent.partition.runner import PartitionContext
 from region_agent.policy import check_isolation, check_partition
 from region_agent.privacy import keeps_texts, labels_that_leave, without_quotes
@@ -95,6 +97,8 @@ class Profiler:
         """Secrets of the present task."""
         self._token = CallToken()
         """Token of the present function."""
+        self._gpu = 0
+        """Number of the GPU that is measured now, of those that the function sees."""
         self._packages: Path | None = None
         """Folder with the packages that the present task requires."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -152,7 +156,8 @@ class Profiler:
                 async with _within_wait_time(command):
                     if self._turn.locked():
                         self._report_condition(command, "waiting for another profile to end")
-                    async with self._turn:
+                    async with self._turn, self._device_for(command) as numbers:
+                        self._gpu = numbers[0] if numbers else 0
                         report.MergeFrom(await measure(command, meters))
         except GeofedError as error:
             report.error.CopyFrom(to_proto(self._without_quotes(command, error)))
@@ -162,6 +167,13 @@ class Profiler:
             del self._answers[next(iter(self._answers))]
         self._answers[command.id] = report
         self._report(report)
+
+    def _device_for(self, command: agent_pb2.ProfileTask) -> AbstractAsyncContextManager[tuple[int, ...]]:
+        """Keep a device until all is cleaned up: one, which is all that is measured, or none where labels are counted.
+
+        It is taken before what is timed begins.
+        """
+        return HeldDevices(self._context.devices, command.id, int(not command.labels_only), lambda: 0).of(0)
 
     def _without_quotes(self, command: agent_pb2.ProfileTask, error: GeofedError) -> GeofedError:
         """Return an error as it may leave the region."""
@@ -285,7 +297,7 @@ class Profiler:
                 packages=str(self._packages or ""),
                 batch=command.batch, at_once=at_once(command.batch, command.task),
                 precision=precision_of(command.task), compile=command.task.compile, gpus=gpus_of(command.task),
-                billed_gpus=context.config.worker_devices(gpus_of(command.task)),
+                billed_gpus=context.config.worker_devices(gpus_of(command.task)), gpu=self._gpu,
                 local=tuple(command.task.local),
                 evaluates_only=command.task.evaluates_only,
                 evaluation_batch=command.evaluation_batch,

@@ -248,6 +248,15 @@ class RegionConfig(Section):
         # A platform that gives a function its own devices bills them, whatever the job uses.
         return self._devices_of_function or (devices.count - self.capacity.preemptible if gpus == "auto" else gpus)
 
+    @property
+    def machine_devices(self) -> int:
+        """Devices of the agent's machine, of which the agent says which a worker has, since every function sees all.
+
+        0: none are stated, or the platform gives each function its own.
+        """
+        devices = self.capacity.devices
+        return devices.count if devices is not None and self.platform.local_files else 0
+
     def _capacity(self, preemptible: int | None, slice_seconds: float | None) -> dict[str, Any]:
         capacity = self.capacity.model_dump()
         capacity["slice_seconds"], capacity["memory_step_mb"] = slice_seconds, self.platform.memory_step_mb

@@ -88,6 +88,8 @@ class WorkerInputs(RegionInputs):
     """Folder with the packages that the task requires."""
     billed_gpus: int = 0
     """GPUs that the region bills for the worker."""
+    gpu_numbers: tuple[int, ...] = ()
+    """Numbers of the machine's GPUs that the worker has; empty: the agent does not say."""
     sampling_rate: float = 1.0
     """With differential privacy of samples: probability with which each is in a step."""
 
@@ -204,6 +206,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         seed=plan.seed,
         **_training_fields(task),
         billed_gpus=inputs.billed_gpus,
+        gpu_numbers=inputs.gpu_numbers,
         proximal=_proximal(plan),
         slice_seconds=plan.slice_seconds,
         resume_key=action.resume_key,

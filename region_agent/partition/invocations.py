@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import structlog
+
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
+from region_agent.gateway.device_blocks import DeviceBlocks
 from region_agent.gateway.functions import Grants, Isolation
 from region_agent.isolation import SERVER_ADDRESS, grants_of
 from region_agent.link.identity import Identity
@@ -27,7 +33,64 @@ from sync.channel import channel_kind
 from sync.collective import DEFAULT, collective_named
 from sync.store import fence_key
 
-__all__ = ["Invocations"]
+__all__ = ["HeldDevices", "Invocations"]
+
+_log = structlog.get_logger("geofed.partition")
+_DEVICES_SECONDS = 60.0
+"""Longest wait for devices that workers of other jobs still have: they store their state at their next exchange. It is
+half of the time that the attempt's other workers may wait for one (`CALL_GRACE`)."""
+_LOOK_SECONDS = 0.2
+"""Interval at which a worker looks whether devices are free."""
+
+
+class HeldDevices:
+    """The machine's devices that a job's workers have: each its own, as long as it is wanted or a call of it is open.
+
+    Not thread-safe: call it on the event loop.
+    """
+
+    def __init__(self, blocks: DeviceBlocks, job: str, each: int, wanted: Callable[[], int]) -> None:
+        """``each``: devices of a worker. ``wanted``: returns the present number of workers."""
+        self._blocks, self._job, self._each, self._wanted = blocks, job, each, wanted
+        self._open: Counter[int] = Counter()
+        """Open calls of each worker."""
+        self._shares = False
+        """The last wait was in vain: there is no further one before devices are free."""
+
+    @asynccontextmanager
+    async def of(self, worker: int) -> AsyncIterator[tuple[int, ...]]:
+        """Keep a worker's devices during a call; yields their numbers. Empty: the agent does not place workers, or not
+        enough are free even after a while."""
+        self._open[worker] += 1
+        try:
+            yield await self._taken(worker)
+        finally:
+            self._open[worker] -= 1
+            self.settle()
+
+    def settle(self) -> None:
+        """Free the devices of the workers that are wanted no more and have no open call."""
+        for worker in self._blocks.workers(self._job):
+            if worker >= self._wanted() and not self._open[worker]:
+                self._blocks.release(self._job, worker)
+
+    def release(self) -> None:
+        """Free the devices of all workers, whose function is gone."""
+        for worker in self._blocks.workers(self._job):
+            self._blocks.release(self._job, worker)
+
+    async def _taken(self, worker: int) -> tuple[int, ...]:
+        if not 0 < self._each <= self._blocks.devices:
+            return ()
+        until = time.monotonic() + (0.0 if self._shares else _DEVICES_SECONDS)
+        while not (numbers := self._blocks.take(self._job, worker, self._each)):
+            if time.monotonic() >= until:
+                break
+            await asyncio.sleep(_LOOK_SECONDS)
+        self._shares = not numbers
+        if self._shares:
+            _log.warning("a worker shares devices with others: too few are free", job=self._job, worker=worker)
+        return numbers
 
 
 @dataclass
@@ -103,8 +166,11 @@ class Invocations:
             self.meter.channel_used(channel.usage)
             channel.close()
 
-    async def body(self, action: Invoke, row: PartitionRow) -> bytes:
-        """Return the body of an invocation, with URLs that stay valid while it runs."""
+    async def body(self, action: Invoke, row: PartitionRow, gpu_numbers: tuple[int, ...] = ()) -> bytes:
+        """Return the body of an invocation, with URLs that stay valid while it runs.
+
+        ``gpu_numbers``: those of the machine's GPUs that the worker has; empty: the agent does not say.
+        """
         if time.monotonic() - self._signed_at > SIGNATURE_LIFE.total_seconds() / 2:
             await self.sign_splits()
         async with self._opening_channel:
@@ -117,7 +183,7 @@ class Invocations:
             splits=self._splits, streams=self._streams, samples=self.shards.declared_samples,
             clients=self.shards.declared_clients, channel_costs=self._costs,
             server_address=self._server_address(row), packages=self.packages, sampling_rate=rate,
-            billed_gpus=self.config.worker_devices(gpus_of(self.start.task)),
+            billed_gpus=self.config.worker_devices(gpus_of(self.start.task)), gpu_numbers=gpu_numbers,
         )  # fmt: skip
         return invocation_of(self.start, action, inputs).model_dump_json().encode()
 

@@ -23,6 +23,7 @@ from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient
 from region_agent.gateway.call_token import CallToken
+from region_agent.gateway.device_blocks import DeviceBlocks
 from region_agent.gateway.functions import Isolation
 from region_agent.gateway.owner import Owner
 from region_agent.isolation import NOT_ISOLATED
@@ -76,7 +77,7 @@ from region_agent.partition.events import (
     WorkerEnded,
 )
 from region_agent.partition.function import WorkerFunction
-from region_agent.partition.invocations import Invocations
+from region_agent.partition.invocations import HeldDevices, Invocations
 from region_agent.partition.logs import FunctionLogs
 from region_agent.partition.machine import PartitionMachine
 from region_agent.partition.report import PartitionMeter, report_of, view_of, withhold, withhold_small_counts
@@ -142,6 +143,8 @@ class PartitionContext:
     """Owner of the region's functions."""
     environments: Environments | None = None
     """Packages for tasks; None: none are installed."""
+    devices: DeviceBlocks = field(default_factory=lambda: DeviceBlocks(0))
+    """Which of the machine's devices each worker has."""
 
 
 def _stored_row(store: AgentStore, job: str) -> PartitionRow:
@@ -228,19 +231,15 @@ class PartitionRunner:
             lambda action: context.record_event(start.job, action),
         )
         self._status = sync_pb2.PsStatus()
-        self.meter = PartitionMeter(context.store, start.job, context.config.worker_devices(gpus_of(start.task)))
+        each = context.config.worker_devices(gpus_of(start.task))
+        self.meter = PartitionMeter(context.store, start.job, each)
+        self._devices = HeldDevices(context.devices, start.job, each, self._workers_with_devices)
         own = context.config.datasets.get(start.task.dataset) if self._shards.own else None
         self._digests = JobDigests(context.state_dir, own, context.config.stores)
         self._invocations = Invocations(
-            start,
-            context.config,
-            context.identity,
-            context.channel,
-            context.isolation,
-            self._shards,
-            self.meter,
+            start, context.config, context.identity, context.channel, context.isolation, self._shards, self.meter,
             self._privacy,
-        )
+        )  # fmt: skip
         self._server_events = ServerEvents()
         self._reported_at = self._progress_at = time.monotonic()
         self._logged_state = self._waits_for = ""
@@ -258,6 +257,11 @@ class PartitionRunner:
         with structlog.contextvars.bound_contextvars(job=self.job):
             for action in self.machine.handle(self._without_quotes(event)):
                 self._carry_out(action)
+        self._devices.settle()
+
+    def _workers_with_devices(self) -> int:
+        """Return how many workers keep their devices between calls. A function that is ended may still compute."""
+        return 0 if self.machine.state in ("finished", "published") else self.machine.workers
 
     def _without_quotes(self, event: Event) -> Event:
         """Return an event with an error as it may leave the region: reports, conditions and the history quote it."""
@@ -334,6 +338,7 @@ class PartitionRunner:
         await self._unfollow()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
+        self._devices.release()
 
     async def _unfollow(self) -> None:
         if self._following is not None:
@@ -633,9 +638,15 @@ class PartitionRunner:
                 self.feed(ActionFailed(error, "configure"))
 
     async def _invoke(self, action: Invoke) -> None:
+        async with self._devices.of(action.worker) as numbers:
+            ended = await self._called(action, numbers)
+        self.feed(ended)
+
+    async def _called(self, action: Invoke, gpu_numbers: tuple[int, ...]) -> WorkerEnded:
+        """Call a worker; returns how it ended."""
         context, plan = self._context, self.start.plan
         context.store.keep_attempt(self.job, action.attempt)
-        body = await self._invocations.body(action, self._row)
+        body = await self._invocations.body(action, self._row, gpu_numbers)
         begun = time.time()
         number = context.store.invocation_begun(self.job, begun, preemptible=action.preemptible)
         self.meter.invocation_begun(number, begun, plan.memory_mb, preemptible=action.preemptible)
@@ -650,8 +661,7 @@ class PartitionRunner:
         if outcome is None or outcome.status == "failed":
             await self._logs.catch_up()
         if outcome is None:
-            self.feed(WorkerEnded(action.worker, action.attempt, "failed", error=failure))
-            return
+            return WorkerEnded(action.worker, action.attempt, "failed", error=failure)
         self.meter.add_outcome(outcome)
         if outcome.status in ("failed", "left"):
             code = outcome.code if outcome.code in CATALOGUE else "FUNCTION_FAILED"
@@ -662,16 +672,14 @@ class PartitionRunner:
             self._context.record_event(
                 self.job, RecordEvent("collective.used", text, {"collective": outcome.merged_by})
             )
-        self.feed(
-            WorkerEnded(
-                action.worker,
-                action.attempt,
-                outcome.status,
-                outcome.resume_key,
-                failure,
-                outcome.step,
-                outcome.waits_for,
-            )
+        return WorkerEnded(
+            action.worker,
+            action.attempt,
+            outcome.status,
+            outcome.resume_key,
+            failure,
+            outcome.step,
+            outcome.waits_for,
         )
 
     async def _pause(self, action: RetryLater) -> None:
@@ -705,6 +713,7 @@ class PartitionRunner:
         await _cancel(self._tasks - {asyncio.current_task()})
         self.feed(ShutDownFinished())
         await self._function.delete()
+        self._devices.release()
         if self._context.environments is not None:
             self._context.environments.release(self.job)
         with contextlib.suppress(GeofedError):

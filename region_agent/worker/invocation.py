@@ -13,6 +13,7 @@ from sync.collective import DEFAULT
 
 __all__ = [
     "CALL_GRACE",
+    "MOST_DEVICES",
     "MOST_GPUS",
     "ClientRounds",
     "Gpus",
@@ -31,6 +32,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 MOST_GPUS = 64
 """Most devices of a worker: more than one machine has."""
+MOST_DEVICES = 1024
+"""Most devices of a machine: `capacity.devices.count` is no larger."""
 Gpus = Annotated[int, Field(ge=1, le=MOST_GPUS)] | Literal["auto"]
 """GPUs of a worker; "auto": all that its function sees."""
 CALL_GRACE = timedelta(seconds=120)
@@ -176,6 +179,9 @@ class Invocation(BaseModel):
     """GPUs of this worker, which share its batch; "auto": all that the function sees. Without one it is the CPU."""
     billed_gpus: int = Field(default=0, ge=0)
     """GPUs that the region bills for this worker: where the function sees fewer, nothing is computed."""
+    gpu_numbers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MOST_DEVICES)] = ()
+    """Numbers of the GPUs that the agent gives this worker, of those that its function sees; empty: those from its
+    number times `gpus` on."""
     devices: Annotated[
         tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")], ...], Field(max_length=MOST_GPUS)
     ] = ()

@@ -71,6 +71,8 @@ class ProfileCall(_Body):
     """GPUs of a worker, as in `Invocation`; one is measured, with its part of the batch."""
     billed_gpus: int = Field(default=0, ge=0)
     """GPUs that the region bills for a worker, as in `Invocation`."""
+    gpu: int = Field(default=0, ge=0)
+    """Number of the GPU that is measured, of those that the function sees."""
     evaluation_batch: int = Field(default=0, ge=0)
     """Samples in one forward pass of an evaluation; 0: as in a step."""
     clients: ClientRounds | None = None

@@ -207,7 +207,7 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
 
 def _prepared(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: float) -> _Bench:
     """Create the model and its optimiser, as a worker of a job does."""
-    where = device()
+    where = device(call.gpu)
     module = task.model(call.seed)
     with task.calling("model"):
         local = local_names(module, call.local)
@@ -334,7 +334,8 @@ def _profile_by_layer(call: ProfileCall, task: TaskModule, layers: Layers, data:
     # No micro-batch is larger than a replica's batch.
     sizes = [size for size in _sizes(call, data) if size <= call.batch]
     with task.calling("dataset"):
-        batch = move(BatchStream(data, call.seed, call.region, 0, 1, sizes[-1], task.collate).batch(1), device())
+        stream = BatchStream(data, call.seed, call.region, 0, 1, sizes[-1], task.collate)
+        batch = move(stream.batch(1), device(call.gpu))
     rounds = _LAYER_REPEATS if len(layers) <= _MANY_LAYERS else _FEWER_LAYER_REPEATS
     given = model_input(task.loss, batch)
     with task.calling("layers"):

@@ -14,7 +14,15 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent.capacity import preemptible_workers, set_preemptible_workers
 from region_agent.cli import app
-from region_agent.config import RegionConfig, SplitConfig, json_schema, load_config
+from region_agent.config import (
+    DockerGateway,
+    KubernetesGateway,
+    OpenFaasGateway,
+    RegionConfig,
+    SplitConfig,
+    json_schema,
+    load_config,
+)
 from region_agent.policy import check_partition, longest_slice, most_workers
 
 WHOLE = """\
@@ -172,8 +180,15 @@ def test_devices_have_a_price_and_are_enough_for_the_workers(tmp_path: Path) -> 
     there_now = kept.catalogue(preemptible=1)["capacity"]
     assert (there_now["preemptible"], there_now["devices"]["kept"]) == (1, 3), "a device may go with its worker"
     assert config.catalogue()["prices"]["device_usd_per_second"] == 0.001
+    assert config.machine_devices == 8
+    docker = config.model_copy(update={"gateway": DockerGateway(kind="docker", image="worker")})
+    cluster = config.model_copy(update={"gateway": KubernetesGateway(kind="kubernetes", image="worker", gpus=2)})
+    platform = config.model_copy(
+        update={"gateway": OpenFaasGateway(kind="openfaas", url="http://faas", image="worker")}
+    )
+    assert [one.machine_devices for one in (docker, cluster, platform)] == [8, 0, 0], "a pod sees its own"
     plain = _load(tmp_path, WHOLE + PRICES % "")
-    assert plain.worker_devices("auto") == 0
+    assert (plain.worker_devices("auto"), plain.machine_devices) == (0, 0)
     with pytest.raises(GeofedError, match=r"`capacity.devices` must be left out: functions of AWS Lambda have no GPU"):
         _load(tmp_path, there % 8 + told + LAMBDA)
     assert "device_usd_per_second" not in plain.catalogue()["prices"]

@@ -26,10 +26,13 @@ from geofed_pb.platforms import EDITIONS, Edition
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.config._data import PrivacyBudget
+from region_agent.gateway.device_blocks import DeviceBlocks
 from region_agent.link.identity import Identity
+from region_agent.partition import invocations
 from region_agent.partition.calls import whole_pipelines
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import ConfigurePs, RecordEvent, Scaled, Stopped, WorkerEnded
+from region_agent.partition.invocations import HeldDevices
 from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.privacy import PrivacyGuard
 from region_agent.state.store import AgentStore
@@ -54,6 +57,12 @@ class Gateway:
         self.delete_fails: list[GeofedError] = []
         self.hold = asyncio.Event()
         self.of_edition = EDITIONS["none"]
+
+    def answer_open(self, answers: list[Outcome | bytes | GeofedError]) -> None:
+        """Answer the open calls; later ones are held."""
+        open_calls, self.hold = self.hold, asyncio.Event()
+        self.answers = answers
+        open_calls.set()
 
     async def deploy(self, spec: Any) -> None:
         self.deployed.append(spec.service)
@@ -138,6 +147,8 @@ class Scene:
         )  # fmt: skip
         self.store.took_start(1, JOB, self.start.SerializeToString(), "a key of the right length for a test of it")
         self.partition = PartitionRunner(self.around, self.start)
+        self.more: list[PartitionRunner] = []
+        """Further partitions of a test."""
 
     async def _fetch(self, digest: str) -> TaskFolder:
         return TaskFolder(self.blobs[digest])
@@ -178,7 +189,8 @@ def _play(act: Callable[[Scene], Awaitable[None]], folder: Path, rate: agent_pb2
         try:
             await act(scene)
         finally:
-            await scene.partition.close()
+            for one in (scene.partition, *scene.more):
+                await one.close()
             scene.store.close()
 
     asyncio.run(whole())
@@ -345,6 +357,103 @@ def test_a_call_has_the_variables_of_the_task(tmp_path: Path) -> None:
         scene.start.task.env["MODE"] = "fast"
         await scene.training()
         assert scene.gateway.calls[0].env == {"MODE": "fast"}
+
+    _play(act, tmp_path)
+
+
+def _on_devices(scene: Scene) -> Callable[..., PartitionRunner]:
+    """Return what makes partitions of jobs with four devices a worker on a machine with eight."""
+    devices = {"kind": "a GPU", "count": 8}
+    capacity = {"capacity": {"workers": 2, "devices": devices}}
+    told = scene.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    told["prices"]["deviceUsdPerSecond"] = 1.0
+    config = RegionConfig.model_validate({**told, **capacity})
+    around = replace(scene.around, config=config, devices=DeviceBlocks(config.machine_devices))
+
+    def partition(job: str, workers: int = 1) -> PartitionRunner:
+        start = agent_pb2.StartPartition.FromString(scene.start.SerializeToString())
+        start.job, start.task.gpus, start.plan.workers = job, "4", workers
+        scene.store.took_start(2, job, start.SerializeToString(), "a key of the right length for a test of it")
+        made = PartitionRunner(around, start)
+        scene.more.append(made)
+        return made
+
+    return partition
+
+
+def _devices(scene: Scene) -> list[tuple[str, int, tuple[int, ...]]]:
+    return [(call.job, call.worker, call.gpu_numbers) for call in scene.gateway.calls]
+
+
+def test_workers_of_two_jobs_share_no_device(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        partition = _on_devices(scene)
+        first, second = partition("first"), partition("second")
+        first.begin()
+        await scene.until(lambda: len(scene.gateway.calls) == 1)
+        second.begin()
+        await scene.until(lambda: len(scene.gateway.calls) == 2)
+        low, high = (0, 1, 2, 3), (4, 5, 6, 7)
+        assert _devices(scene) == [("first", 0, low), ("second", 0, high)]
+        third = partition("third")
+        third.begin()
+        await scene.until(lambda: third.machine.state == "training")
+        await asyncio.sleep(0.3)
+        assert len(scene.gateway.calls) == 2, "it waits until devices are free"
+        first.feed(Stopped("for the test", discard=True))
+        await scene.until(lambda: len(scene.gateway.calls) == 3)
+        assert _devices(scene)[2] == ("third", 0, low)
+        assert first.machine.state == "stopped"
+        scene.gateway.answer_open([Outcome(status="continue", resume_key="state") for _ in range(2)])
+        await scene.until(lambda: len(scene.gateway.calls) == 5)
+        assert sorted(_devices(scene)[3:]) == [("second", 0, high), ("third", 0, low)], "a worker keeps its devices"
+
+    _play(act, tmp_path)
+
+
+def test_devices_of_a_worker_that_is_scaled_in_are_free_once_its_call_has_ended(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        partition = _on_devices(scene)
+        first, second = partition("first", 2), partition("second")
+        first.begin()
+        await scene.until(lambda: len(scene.gateway.calls) == 2)
+        assert sorted(_devices(scene)) == [("first", 0, (0, 1, 2, 3)), ("first", 1, (4, 5, 6, 7))]
+        first.scale(Scaled(1, "room for another job"))
+        second.begin()
+        await scene.until(lambda: second.machine.state == "training")
+        await asyncio.sleep(0.3)
+        assert len(scene.gateway.calls) == 2, "both calls are open"
+        scene.gateway.answer_open([Outcome(status="left", resume_key="state", step=1) for _ in range(2)])
+        await scene.until(lambda: {"second"} <= {job for job, _, _ in _devices(scene)})
+        assert next(one[2] for one in _devices(scene) if one[0] == "second") == (4, 5, 6, 7)
+        await scene.until(lambda: len(scene.gateway.calls) == 4)
+        assert [one[2] for one in _devices(scene) if one[:2] == ("first", 0)] == [(0, 1, 2, 3)] * 2
+
+    _play(act, tmp_path)
+
+
+def test_where_no_devices_are_free_a_worker_is_called_as_if_there_were_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invocations, "_DEVICES_SECONDS", 0.1)
+
+    async def act(scene: Scene) -> None:
+        blocks = DeviceBlocks(8)
+        assert blocks.take("another", 0, 5)
+        held = HeldDevices(blocks, "job", 4, lambda: 2)
+        with capture_logs() as logs:
+            async with held.of(1) as numbers:
+                assert numbers == ()
+        assert [one["event"] for one in logs] == ["a worker shares devices with others: too few are free"]
+        blocks.release("another", 0)
+        async with held.of(1) as numbers:
+            assert numbers == (0, 1, 2, 3)
+        assert blocks.workers("job") == (1,)
+        held.release()
+        assert blocks.workers("job") == ()
+        scene.start.task.gpus = "4"
+        await scene.training()
+        assert scene.gateway.calls[0].gpu_numbers == (), "the region states no devices"
 
     _play(act, tmp_path)
 

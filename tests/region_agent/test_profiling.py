@@ -20,6 +20,7 @@ from geofed_pb.v1 import agent_pb2
 from region_agent import machine_rates
 from region_agent.config import DockerGateway, RegionConfig
 from region_agent.config._data import PrivacyBudget
+from region_agent.gateway.device_blocks import DeviceBlocks
 from region_agent.gateway.functions import Isolation
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.runner import PartitionContext
@@ -28,6 +29,7 @@ from region_agent.profiling import Profiler
 from region_agent.tasks.folder import TaskFolder
 from region_agent.worker import handler, profiling
 from region_agent.worker.handler import handle
+from region_agent.worker.profile_call import ProfileCall, Profiled
 from scheduler.tuning import TaskProfile
 from sync.framing import digest_of
 
@@ -216,6 +218,42 @@ def test_a_probe_ends_where_a_function_sees_no_gpu_that_would_be_billed(tmp_path
     told = asyncio.run(scenario())
     assert told.error.code == "GPUS_TOO_FEW"
     assert "the region bills 1 GPU for a worker, and a function sees none" in told.error.message
+
+
+class _Measuring(Gateway):
+    """Answers without a measurement; notes which GPU is to be, and who has one while a function is there."""
+
+    def __init__(self, blocks: DeviceBlocks) -> None:
+        super().__init__()
+        self.blocks, self.measured = blocks, list[tuple[str, int]]()
+        self.held: list[tuple[int, ...]] = []
+
+    async def invoke(self, name: str, body: bytes, *, headers: dict[str, str], timeout: timedelta) -> Any:
+        call = ProfileCall.model_validate_json(body)
+        self.measured.append((call.measure, call.gpu))
+        return SimpleNamespace(status=200, body=Profiled(status="done").model_dump_json().encode())
+
+    async def delete(self, name: str) -> None:
+        self.held.append(self.blocks.workers("probe-1"))
+        await super().delete(name)
+
+
+@on_a_loop
+async def test_a_measurement_has_a_device_of_its_own_until_its_function_is_gone(scene: Scene) -> None:
+    blocks = DeviceBlocks(2)
+    assert blocks.take("job-1", 0, 1) == (0,)
+    gateway: Any = _Measuring(blocks)
+    profiler = Profiler(replace(scene.around, devices=blocks, gateway=gateway), scene.told.append, lambda *_: None)
+    profiler.probe(scene._command("probe-1", memories_mb=[512], limit_seconds=0.3))
+    assert not (await scene.answer()).HasField("error")
+    assert gateway.measured == [("size", 1), ("pace", 1)]
+    assert gateway.held == [(0,)]
+    assert blocks.workers("probe-1") == ()
+    assert blocks.take("job-2", 0, 1) == (1,)
+    profiler.probe(scene._command("probe-2", memories_mb=[512], limit_seconds=0.3, labels_only=True))
+    await scene.answer(2)
+    assert gateway.measured[2:] == [("labels", 0)], "which needs none, and waits for none"
+    await profiler.close()
 
 
 @pytest.mark.slow

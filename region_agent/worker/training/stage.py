@@ -16,6 +16,7 @@ from region_agent.worker.data.shard import BatchStream, evaluation_batches, move
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.measures import numbers
 from region_agent.worker.ps_client import PsClient
+from region_agent.worker.ranks.devices import own_device
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.learning_rate import LearningRateSchedule
 from region_agent.worker.training.merging import Fenced, group_settings
@@ -26,7 +27,6 @@ from sync import chunked, framing
 from sync.base import frozen_parameters
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
-from sync.device import device
 from sync.flat import FlatModel, layout_of
 from sync.layout import Layout, Vector
 from sync.merging import Member
@@ -60,7 +60,7 @@ class ModelStage:
 
     def __init__(self, call: Invocation, task: TaskModule, data: dict[str, Any], channel: Channel) -> None:
         self._call, self._task, self._data, self._channel = call, task, data, channel
-        self._shape, self._device = pipeline_of(call), device(call.worker)
+        self._shape, self._device = pipeline_of(call), own_device(call)
         self._place = self._shape.position(call.worker)
         stage, replica = self._place.stage, self._place.replica
         self._samples = len(share_of(replica, call.degree, call.region_batch))

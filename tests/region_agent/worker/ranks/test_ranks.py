@@ -244,6 +244,11 @@ def test_the_workers_own_process_is_the_first_of_its_gpus(monkeypatch: Any) -> N
     assert [one.index for worker in (0, 1, 2) for one in devices_seen(2, worker)] == [0, 1, 2, 3, 0, 1]
     assert [one.index for one in devices_seen("auto")] == [0, 1, 2, 3]
     assert [one.index for one in devices_seen(1, 6)] == [2]
+    assert [one.index for one in devices_seen(2, 0, 2, numbers=(2, 3))] == [2, 3]
+    assert [one.index for one in devices_seen("auto", 1, 2, numbers=(0, 1))] == [0, 1], "those that are billed"
+    with pytest.raises(GeofedError, match="gives this worker GPU 4, counted from 0, and a function sees 4") as unseen:
+        devices_seen(1, numbers=(4,))
+    assert unseen.value.code == "GPUS_TOO_FEW"
     with pytest.raises(GeofedError, match="a function sees 4 GPUs here") as raised:
         devices_seen(5)
     assert raised.value.code == "GPUS_TOO_FEW"
