@@ -22,6 +22,10 @@ choice: smaller differences are common jitter."""
 _SLOWER_SECONDS = 0.1
 """Seconds that an update must take beyond `_SLOWER` times the expected time for its link to count as slower; a smaller
 difference may be due to the receiver's disk."""
+_LEAST_RTT_MS = 10.0
+"""Shortest measured round trip, in ms, that is taken for the link's: below it processes take as long as the way."""
+_LONGER = 2.0
+"""Ratio of two measured round trips above which the way has become longer. A choice: a busy machine adds less."""
 _ROUND_GAIN = 0.05
 """Share of a round's time that a rerouting must save. It saves nothing if the exchange is hidden behind compute."""
 _LEAST_MBPS = 1e-3
@@ -78,14 +82,20 @@ def as_seen(
     return table
 
 
-def measured_path(seen: Sighting, update_bytes: int, known_mbps: float | None = None) -> Path:
+def measured_path(seen: Sighting, update_bytes: int, known: Path | None = None) -> Path:
     """Return a link that nobody states, by a job's measurements of it.
+
+    Processes that wait for a core make round trips longer, never shorter: the shortest one counts, until they take
+    more than `_LONGER` times as long.
 
     Args:
         update_bytes: size of the updates of which ``seen`` tells the rate: small ones tell little of a link's.
-        known_mbps: rate that earlier jobs have told; None: they have not.
+        known: the link as earlier jobs have told; None: they have not.
     """
-    path = Path(_rounded(seen.rtt_ms or PRIOR_RTT_MS), known_mbps or PRIOR_MBPS, 0.0)
+    rtt_ms = max(_LEAST_RTT_MS, _rounded(seen.rtt_ms)) if seen.rtt_ms else PRIOR_RTT_MS
+    if known is not None and known.rtt_ms < rtt_ms <= _LONGER * known.rtt_ms:
+        rtt_ms = known.rtt_ms
+    path = Path(rtt_ms, known.mbps if known is not None else PRIOR_MBPS, 0.0)
     return _as_measured(path, replace(seen, rtt_ms=0.0), update_bytes)
 
 

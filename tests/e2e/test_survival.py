@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 
 def test_a_job_runs_to_its_model_and_its_account(running: Running) -> None:
-    job = running.submit("train.end.epochs=15")
+    job = running.submit("train.end.epochs=15", "wan.topology=mesh")
     described = running.wait_end(job)
     check_succeeded(described, accuracy=0.95)
     result = described["result"]
