@@ -25,7 +25,8 @@ from control_plane.core import region_state_to_json as written
 from control_plane.server import ServeConfig
 from control_plane.service.measuring._links import links_measured, with_measured
 from geofed_pb.v1 import agent_pb2
-from scheduler import Link, Path, Sighting, measured_path
+from scheduler import Link, Sighting, measured_path
+from scheduler import Path as LinkPath
 from tests.control_plane.conftest import staged
 from tests.control_plane.fake_agent import catalogue, digest_of
 from tests.control_plane.scenario import MODEL, bring_up, figures, run, train
@@ -84,11 +85,11 @@ def test_a_rate_is_only_taken_from_updates_that_tell_it(rtt: float, mbps: float,
         assert path.mbps >= min(100.0, 0.5 * mbps), "no slow link is made of a long one"
     elif seconds > 2.0:
         assert path.mbps == pytest.approx(mbps, rel=0.7)
-    assert measured_path(Sighting(0.0, rtt), size, Path(50.0, 37.0, 0.0)).mbps == 37.0
+    assert measured_path(Sighting(0.0, rtt), size, LinkPath(50.0, 37.0, 0.0)).mbps == 37.0
 
 
 def test_the_shortest_round_trip_counts_until_the_way_is_longer() -> None:
-    known = Path(50.0, 100.0, 0.0)
+    known = LinkPath(50.0, 100.0, 0.0)
     told = {rtt: measured_path(Sighting(0.0, rtt), 1000, known).rtt_ms for rtt in (3.0, 40.0, 60.0, 100.0, 120.0)}
     assert told == {3.0: 10.0, 40.0: 40.0, 60.0: 50.0, 100.0: 50.0, 120.0: 120.0}
 
