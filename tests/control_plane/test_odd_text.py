@@ -44,7 +44,8 @@ def _put(message: Message, path: tuple[FieldDescriptor, ...], text: str) -> None
         if rest[0].name == "key" and field.message_type.fields_by_name["value"].message_type is not None:
             values[text].SetInParent()
         elif rest[0].name == "key":
-            values[text] = 1
+            is_text = field.message_type.fields_by_name["value"].type == FieldDescriptor.TYPE_STRING
+            values[text] = "text" if is_text else 1
         elif len(rest) > 1:
             _put(values["key"], tuple(rest[1:]), text)
         else:
