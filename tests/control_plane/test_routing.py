@@ -45,7 +45,7 @@ class Watched:
         chosen = plan(Snapshot(regions(), model_bytes=UPDATE), to_demand(spec, "j", NOW))
         assert isinstance(chosen, Plan), chosen
         held: Any = {
-            name: SimpleNamespace(state=SimpleNamespace(phase="live", address="", features=()), catalogue=region)
+            name: SimpleNamespace(state=SimpleNamespace(phase="live", address="", features=()), planned=region)
             for name, region in zip("abcd", regions(), strict=True)
         }
         self.regions = held
