@@ -43,10 +43,22 @@ def parse_since(text: str, now: float) -> float:
     """
     with suppress(ValueError):
         return now - parse_duration(text).total_seconds()
+    return parse_moment(text, "10m", "2026-11-27T18:00:00Z").timestamp()
+
+
+def parse_moment(text: str, duration: str, moment: str) -> datetime:
+    """Parse a time with its zone, where a duration is possible, too.
+
+    Args:
+        duration: example of one, for the message.
+        moment: example of a time.
+
+    Raises ``ValueError`` with a message for the user.
+    """
     try:
-        moment = datetime.fromisoformat(text)
+        found = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError(f"{text!r} is neither a duration like 10m nor a time like 2026-11-27T18:00:00Z") from None
-    if moment.tzinfo is None:
+        raise ValueError(f"{text!r} is neither a duration like {duration} nor a time like {moment}") from None
+    if found.tzinfo is None:
         raise ValueError(f"{text!r} has no time zone; append Z or an offset")
-    return moment.timestamp()
+    return found

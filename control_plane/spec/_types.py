@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from control_plane._durations import format_duration, parse_duration
+from control_plane._durations import format_duration, parse_duration, parse_moment
 
 BELOW = 1 << 31
 """Integers must be smaller, so that they fit the protocol's messages."""
@@ -67,12 +67,7 @@ def _deadline(value: Any) -> Any:
     if value[:1].isdigit() and "-" not in value:
         parse_duration(value)
         return value
-    try:
-        moment = datetime.fromisoformat(value)
-    except ValueError:
-        raise ValueError(f"{value!r} is neither a duration like 2h nor a time like 2030-01-31T18:00:00Z") from None
-    if moment.tzinfo is None:
-        raise ValueError(f"{value!r} has no time zone; append Z or an offset")
+    moment = parse_moment(value, "2h", "2030-01-31T18:00:00Z")
     if not _FIRST_YEAR <= moment.year <= _LAST_YEAR:
         raise ValueError(f"{value!r} is not between the years {_FIRST_YEAR} and {_LAST_YEAR}")
     return value
