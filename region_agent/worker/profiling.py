@@ -5,7 +5,9 @@ No data leaves the region: the answer contains sizes, seconds, norms of gradient
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -48,6 +50,10 @@ _JOB_BATCH_SHARE = 0.7
 _LONG_SECONDS = 4.0
 """A first step that takes longer is not repeated. A shorter one is, since the first step of a process may read much
 from a cold disk."""
+_STILL_RATE = 1e-6
+"""Share of the task's learning rates that the optimiser's step is measured with, so that nothing is trained: with a
+smaller batch than the job's, or without its schedule and clipping, a task may diverge that would not in the job. Not 0,
+by which an optimiser may divide."""
 _MAX_NORM_BATCHES = 64
 """Most batches whose mean gradient stands for the true gradient in the noise scale. A few would be too noisy: early in
 training the scale is often some hundred samples, and it grows."""
@@ -92,7 +98,7 @@ class _Bench:
             return move(stream.batch(step), self.device)
 
     def gradient(self, size: int, step: int) -> float:
-        """Make the forward and backward passes of a step; returns the loss."""
+        """Make the forward and backward passes of a step; returns the loss, which may be no finite number."""
         stream = BatchStream(self.data, self.call.seed, self.call.region, 0, 1, size, self.task.collate)
         with self.task.calling("dataset"):
             sizes = parts_of(size, self.call.at_once)
@@ -102,9 +108,26 @@ class _Bench:
             self.optimizer.zero_grad(set_to_none=True)
         value = accumulate(self.task, self.module, drawn, lambda _: None)
         finish(self.device)
-        if not np.isfinite(value):
-            raise GeofedError("TASK_FAILED", f"the loss is {value}", hint="lower the learning rate")
         return value
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """Steps of the optimiser meanwhile hardly change the model (`_STILL_RATE`)."""
+        groups = [group for group in self.optimizer.param_groups if isinstance(group.get("lr"), int | float | torch.Tensor)]
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * _STILL_RATE
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+
+def _require_finite(loss: float) -> None:
+    if not math.isfinite(loss):
+        hint = "look for data that are not finite, and for an overflow in loss(model, batch)"
+        raise GeofedError("TASK_FAILED", f"the loss is {loss} before anything is trained", hint=hint)
 
 
 def probe(call: ProfileCall, task: TaskModule) -> Profiled:
@@ -180,7 +203,8 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
     bench = _prepared(call, task, data, begun)
     loaded = time.monotonic() - begun
     if call.measure == "pace":
-        paced = tuple(_pace(bench))
+        with bench.still():
+            paced = tuple(_pace(bench))
         labels = _labels(call, task, bench.data, time.monotonic() + _PROBED_LABEL_SECONDS)
         return Profiled(status="done", samples=len(bench.data), loaded_seconds=loaded, steps=paced, labels=labels)
     steps = list(_steps(bench)) if call.measure == "all" else []
@@ -266,7 +290,7 @@ def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
 
     while more():
         begun = time.monotonic()
-        bench.gradient(size, len(durations) + 1)
+        _require_finite(bench.gradient(size, len(durations) + 1))
         with bench.task.calling("the optimiser's step"):
             bench.optimizer.step()
         finish(bench.device)
@@ -384,7 +408,7 @@ def _steps(bench: _Bench) -> Iterator[StepNumbers]:
         for repeat in range(_REPEATS):
             seed_all(bench.call.seed, size, repeat)
             begun = time.monotonic()
-            bench.gradient(size, repeat + 1)
+            _require_finite(bench.gradient(size, repeat + 1))
             durations.append(time.monotonic() - begun)
             if time.monotonic() > bench.ends and repeat:
                 break
@@ -404,7 +428,7 @@ def _update_seconds(bench: _Bench) -> float:
     durations = []
     for _ in range(3):
         begun = time.monotonic()
-        with bench.task.calling("the optimiser's step"):
+        with bench.still(), bench.task.calling("the optimiser's step"):
             bench.optimizer.step()
         finish(bench.device)
         durations.append(time.monotonic() - begun)
@@ -414,7 +438,8 @@ def _update_seconds(bench: _Bench) -> float:
 def _norms(bench: _Bench, quickest: StepNumbers) -> Iterator[NormNumbers]:
     """Measure squared norms of the mean gradient of many batches, and of each, along the first steps of training.
 
-    The batches have the smallest measured size; their number is limited by the data and the time left.
+    The batches have the smallest measured size; their number is limited by the data and the time left. Nothing more is
+    measured once training diverges, which says nothing of the job: it may have a schedule, or clip gradients.
     """
     small = quickest.batch
     in_time = int((bench.ends - time.monotonic()) / _NORM_STEPS / max(1e-6, quickest.seconds))
@@ -425,14 +450,17 @@ def _norms(bench: _Bench, quickest: StepNumbers) -> Iterator[NormNumbers]:
     for step in range(1, _NORM_STEPS + 1):
         mean, norms = np.zeros(trained, np.float64), []
         for part in range(parts):
-            bench.gradient(small, (step - 1) * parts + part + 1)
+            if not math.isfinite(bench.gradient(small, (step - 1) * parts + part + 1)):
+                return
             one = bench.flat.gradient()[:trained].astype(np.float64)
             norms.append(float(one @ one))
             mean += one / parts
+        whole = float(mean @ mean)
+        if not math.isfinite(whole):
+            return
         yield NormNumbers(
-            small_batch=small, small_norm2=statistics.fmean(norms), large_batch=small * parts,
-            large_norm2=float(mean @ mean),
-        )  # fmt: skip
+            small_batch=small, small_norm2=statistics.fmean(norms), large_batch=small * parts, large_norm2=whole
+        )
         vector = bench.flat.gradient()
         vector[:trained] = mean
         bench.flat.load_gradient(vector)

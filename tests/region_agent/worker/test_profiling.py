@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,26 @@ def test_a_profile_tells_sizes_seconds_memory_and_noise(tmp_path: Path) -> None:
     # One linear layer is no chain of layers, and it says so.
     assert not told.layers
     assert "nn.Sequential" in told.layers_note
+
+
+@pytest.mark.parametrize("measure", ["pace", "all"])
+def test_a_task_is_measured_that_diverges_without_the_batch_and_schedule_of_its_job(
+    tmp_path: Path, measure: str
+) -> None:
+    told, _ = profiled(tmp_path, config={"lr": 50.0}, measure=measure)
+    assert (told.status, told.message) == ("done", "")
+    assert told.steps
+    assert all(math.isfinite(pair.large_norm2 + pair.small_norm2) for pair in told.norms)
+
+
+@pytest.mark.parametrize("measure", ["pace", "all"])
+def test_data_that_are_not_finite_are_found_before_the_plan(tmp_path: Path, measure: str) -> None:
+    begin = LINEAR_TASK.index("\n", LINEAR_TASK.index("def loss")) + 1
+    task = LINEAR_TASK[:begin] + "    batch = (batch[0] * float('nan'), *batch[1:])\n" + LINEAR_TASK[begin:]
+    told, _ = profiled(tmp_path, task, measure=measure)
+    assert (told.status, told.code) == ("failed", "TASK_FAILED")
+    assert "the loss is nan before anything is trained" in told.message
+    assert "not finite" in told.hint
 
 
 def test_a_profile_runs_with_the_variables_of_the_task(tmp_path: Path) -> None:
