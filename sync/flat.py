@@ -306,7 +306,7 @@ class FlatModel:
                 text = f"was {aliases[place.name]}'s memory when model(config) returned the model, and is not now"
                 raise refused(place, text, "make it a tensor of its own in model(config), with .clone()")
             if place.name not in known:
-                text = "was not dense when model(config) returned the model"
+                text = "was not in the model that model(config) returned, or was not dense there"
                 raise refused(place, text, "register it in model(config), with the type and shape that it will have")
 
     def _unchanged(self, name: str, tensor: torch.Tensor) -> bool:

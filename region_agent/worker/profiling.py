@@ -113,7 +113,8 @@ class _Bench:
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
         """Steps of the optimiser meanwhile hardly change the model (`_STILL_RATE`)."""
-        groups = [group for group in self.optimizer.param_groups if isinstance(group.get("lr"), int | float | torch.Tensor)]
+        number = int | float | torch.Tensor
+        groups = [group for group in self.optimizer.param_groups if isinstance(group.get("lr"), number)]
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * _STILL_RATE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import io
 import itertools
 import math
@@ -97,6 +98,11 @@ class TaskModule:
             module = self.functions["model"](dict(self.config))
         if not isinstance(module, torch.nn.Module):
             raise GeofedError("TASK_INVALID", f"model(config) returned {type(module).__name__}, not a torch.nn.Module")
+        if isinstance(module, torch.jit.ScriptModule):
+            hint = "return the module that it was made of; `train.compile` compiles it"
+            raise GeofedError(
+                "TASK_INVALID", "model(config) returned a ScriptModule, which cannot be trained", hint=hint
+            )
         return module
 
     def layers(self, seed: int) -> Layers:
@@ -231,6 +237,11 @@ class TaskModule:
             made = self.functions["optimizer"](parameters, dict(self.config))
         if not isinstance(made, torch.optim.Optimizer):
             raise GeofedError("TASK_INVALID", "optimizer(parameters, config) must return a torch.optim.Optimizer")
+        if _needs_closure(made):
+            text = f"the step of {type(made).__name__} takes a closure, which is not supported"
+            raise GeofedError(
+                "TASK_INVALID", text, hint="return an optimiser that steps with the gradients as they are"
+            )
         return made
 
     def schedule(self, parameters: Iterable[torch.nn.Parameter]) -> LRScheduler | None:
@@ -287,6 +298,17 @@ def _read_out(data: Iterable[Any]) -> list[Any]:
     if len(samples) > _MOST_READ:
         raise GeofedError("TASK_INVALID", f"dataset(...) returned an iterable of more than {_MOST_READ:,} samples")
     return samples
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` cannot be called without arguments, as that of L-BFGS."""
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        return True
+    except ValueError:  # it has none, as some of compiled code
+        return False
+    return False
 
 
 def _kind_of(value: Any) -> str:
@@ -437,4 +459,6 @@ def _place(error: BaseException, folder: Path) -> str:
         f"{Path(name).relative_to(folder)}:{line}" + (f" ({source.strip()[:_SOURCE]})" if source else "")
         for name, line, source in own
     ]
+    # A function that calls itself for ever is told once.
+    shown = [line for line, _ in itertools.groupby(shown)]
     return f" at {', called at '.join(shown[: -_CALLERS - 2 : -1])}" if shown else ""

@@ -67,6 +67,15 @@ def test_a_module_outside_of_the_folder_is_not_loaded(tmp_path: Path, name: str)
         ("def model(config): return 1", "returned int, not a torch.nn.Module"),
         ("def dataset(uri, split, config): return iter([])", "something with a length and items"),
         ("def optimizer(parameters, config): return None", "must return a torch.optim.Optimizer"),
+        (
+            "def optimizer(parameters, config): return torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))])",
+            "the step of LBFGS takes a closure",
+        ),
+        (
+            "def model(config):\n    import warnings\n    warnings.simplefilter('ignore')\n"
+            "    return torch.jit.script(nn.Linear(4, 2))",
+            "returned a ScriptModule, which cannot be trained",
+        ),
         ("def loss(model, batch): return 1.0", "returned a float, not a tensor of one element"),
     ],
 )
@@ -82,6 +91,13 @@ def test_functions_that_return_something_else_are_refused(tmp_path: Path, text: 
         calls[text.split()[1].split("(")[0]]()
     assert raised.value.code == "TASK_INVALID"
     assert "must define" not in str(raised.value.hint), "it defines them all"
+
+
+def test_a_function_that_calls_itself_for_ever_is_told_once(tmp_path: Path) -> None:
+    task = _load(tmp_path, {"task.py": f"{LINEAR_TASK}\ndef loss(model, batch): return loss(model, batch)\n"})
+    with pytest.raises(GeofedError, match="RecursionError") as raised:
+        task.loss(torch.nn.Linear(1, 1), None)
+    assert raised.value.message.count("task.py:") == 1
 
 
 # What is not trusted
