@@ -204,8 +204,7 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
     bench = _prepared(call, task, data, begun)
     loaded = time.monotonic() - begun
     if call.measure == "pace":
-        with bench.still():
-            paced = tuple(_pace(bench))
+        paced = tuple(_pace(bench))
         labels = _labels(call, task, bench.data, time.monotonic() + _PROBED_LABEL_SECONDS)
         return Profiled(status="done", samples=len(bench.data), loaded_seconds=loaded, steps=paced, labels=labels)
     steps = list(_steps(bench)) if call.measure == "all" else []
@@ -292,7 +291,7 @@ def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
     while more():
         begun = time.monotonic()
         _require_finite(bench.gradient(size, len(durations) + 1))
-        with bench.task.calling("the optimiser's step"):
+        with bench.still(), bench.task.calling("the optimiser's step"):
             bench.optimizer.step()
         finish(bench.device)
         durations.append(time.monotonic() - begun)
@@ -319,10 +318,11 @@ def _client_seconds(bench: _Bench, rounds: ClientRounds, size: int, until: float
         bench.module.train()
     local = LocalTraining(
         task, bench.module, bench.merged, clients, seed=call.seed, region=call.region, at_once=call.at_once,
-        where=bench.device,
+        where=bench.device, scheduled=bench.optimizer,
     )  # fmt: skip
     begun = time.monotonic()
-    trained = local.round(1, [order[0], *order], until)
+    with bench.still():
+        trained = local.round(1, [order[0], *order], until)
     around = time.monotonic() - begun - sum(trained.seconds)
     bench.optimizer.zero_grad(set_to_none=True)
     if not trained.samples:

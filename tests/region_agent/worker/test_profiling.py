@@ -151,6 +151,13 @@ def test_rounds_of_clients_are_measured_with_what_a_client_costs(tmp_path: Path)
     assert (told.update_seconds, told.layers) == (0.0, ())
 
 
+def test_clients_are_measured_that_diverge_without_the_schedule_and_clipping_of_their_job(tmp_path: Path) -> None:
+    rounds = ROUNDS.model_copy(update={"epochs": 100})
+    told, _ = profiled(tmp_path, CLIENTS_TASK, batch=4, clients=rounds, config={"lr": 50.0}, measure="pace")
+    assert (told.status, told.message) == ("done", "")
+    assert told.steps
+
+
 def test_a_client_that_takes_longer_than_the_time_is_measured_in_part(tmp_path: Path) -> None:
     """A client makes 100 local steps of 0.1 s."""
     begin = CLIENTS_TASK.index("\n", CLIENTS_TASK.index("def loss")) + 1
