@@ -45,6 +45,8 @@ _CLIENTS_SHARE = 8
 """Part of the time left, as a divisor, for the clients of one batch; the noise scale takes most of the rest."""
 _MAX_PACE_STEPS = 200
 """Most steps of one batch in measure "pace"; more would not make the result of a quick task better."""
+_SMALLEST_BATCH = 2
+"""Samples of the smallest batch that is measured where the job's is larger: BatchNorm cannot be trained with one."""
 _JOB_BATCH_SHARE = 0.7
 """Fraction of the time of measure "pace" for the job's own batch; the rest is for a smaller one."""
 _LONG_SECONDS = 4.0
@@ -61,6 +63,9 @@ _NORM_STEPS = 8
 """Training steps at which gradients are measured; those of the very first step are not typical."""
 
 
+_OTHER_BATCH_FAILS = (GeofedError,)
+"""What a task may raise with a batch that its job does not have, such as one that it cannot divide: then that batch is not
+measured."""
 _LAYER_REPEATS = 5
 """Measurements of each layer; the first one is not counted."""
 _FEWER_LAYER_REPEATS = 3
@@ -266,9 +271,10 @@ def _pace(bench: _Bench) -> Iterator[StepNumbers]:
     limit, begun = bench.call.limit_seconds, time.monotonic()
     wanted = min(bench.call.batch, len(bench.data))
     yield (first := _timed(bench, wanted, begun + _JOB_BATCH_SHARE * limit))
-    smaller = max(1, wanted // 4)
+    smaller = max(_SMALLEST_BATCH, wanted // 4)
     if smaller < wanted and time.monotonic() + first.seconds < begun + limit:
-        yield _timed(bench, smaller, begun + limit)
+        with contextlib.suppress(*_OTHER_BATCH_FAILS):
+            yield _timed(bench, smaller, begun + limit)
 
 
 def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
@@ -390,30 +396,36 @@ def _profile_by_layer(call: ProfileCall, task: TaskModule, layers: Layers, data:
 def _sizes(call: ProfileCall, data: Any) -> list[int]:
     """Return the batch sizes that are measured, in ascending order."""
     wanted = call.batch
-    return sorted({min(len(data), max(1, size)) for size in (wanted // 4, wanted // 2, wanted, 2 * wanted)})
+    least = min(wanted, _SMALLEST_BATCH)
+    return sorted({min(len(data), max(least, size)) for size in (wanted // 4, wanted // 2, wanted, 2 * wanted)})
 
 
 def _steps(bench: _Bench) -> Iterator[StepNumbers]:
     """Measure steps of each batch size, small ones first, so that each one's peak memory is its own."""
-    wanted = bench.call.batch
+    wanted = min(bench.call.batch, len(bench.data))
     for size in _sizes(bench.call, bench.data):
         if time.monotonic() > bench.ends and size > wanted:
             return
-        _reset_peak()
-        if bench.call.clients is not None:
-            until = time.monotonic() + max(0.0, bench.ends - time.monotonic()) / _CLIENTS_SHARE
-            seconds = _client_seconds(bench, bench.call.clients, size, until)
-            yield StepNumbers(batch=size, seconds=seconds, peak_mb=_peak_mb())
-            continue
-        durations = []
-        for repeat in range(_REPEATS):
-            seed_all(bench.call.seed, size, repeat)
-            begun = time.monotonic()
-            _require_finite(bench.gradient(size, repeat + 1))
-            durations.append(time.monotonic() - begun)
-            if time.monotonic() > bench.ends and repeat:
-                break
-        yield StepNumbers(batch=size, seconds=statistics.median(durations[1:] or durations), peak_mb=_peak_mb())
+        with contextlib.suppress(*() if size == wanted else _OTHER_BATCH_FAILS):
+            yield _step(bench, size)
+
+
+def _step(bench: _Bench, size: int) -> StepNumbers:
+    """Measure forward and backward passes of one batch size: their median, and the peak memory."""
+    _reset_peak()
+    if bench.call.clients is not None:
+        until = time.monotonic() + max(0.0, bench.ends - time.monotonic()) / _CLIENTS_SHARE
+        seconds = _client_seconds(bench, bench.call.clients, size, until)
+        return StepNumbers(batch=size, seconds=seconds, peak_mb=_peak_mb())
+    durations: list[float] = []
+    for repeat in range(_REPEATS):
+        seed_all(bench.call.seed, size, repeat)
+        begun = time.monotonic()
+        _require_finite(bench.gradient(size, repeat + 1))
+        durations.append(time.monotonic() - begun)
+        if time.monotonic() > bench.ends and repeat:
+            break
+    return StepNumbers(batch=size, seconds=statistics.median(durations[1:] or durations), peak_mb=_peak_mb())
 
 
 def _labels(call: ProfileCall, task: TaskModule, data: Any, ends: float) -> dict[int, int]:

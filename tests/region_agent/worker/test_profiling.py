@@ -73,6 +73,32 @@ def test_a_task_is_measured_that_diverges_without_the_batch_and_schedule_of_its_
     assert all(math.isfinite(pair.large_norm2 + pair.small_norm2) for pair in told.norms)
 
 
+@pytest.mark.parametrize(
+    ("changed", "measured"),
+    [
+        # BatchNorm cannot be trained with one sample.
+        (
+            ("nn.Linear(4, 2)", "nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))"),
+            {"pace": [6, 2], "all": [2, 3, 6, 12]},
+        ),
+        # Neither can what wants pairs with an odd number.
+        (("x, y = batch", "x, y = batch\n    assert not len(x) % 2"), {"pace": [6, 2], "all": [2, 6, 12]}),
+        (("x, y = batch", "x, y = batch\n    assert not len(x) % 3"), {"pace": [6], "all": [3, 6, 12]}),
+        (("x, y = batch", "x, y = batch\n    assert len(x) == 6"), {"pace": [6], "all": [6]}),
+    ],
+)
+def test_only_the_jobs_batch_must_be_one_that_the_task_can_train(
+    tmp_path: Path, changed: tuple[str, str], measured: dict[str, list[int]]
+) -> None:
+    task = LINEAR_TASK.replace(*changed)
+    for measure, batches in measured.items():
+        told, _ = profiled(tmp_path, task, batch=6, measure=measure)
+        assert (told.status, told.message) == ("done", "")
+        assert [step.batch for step in told.steps] == batches
+    told, _ = profiled(tmp_path, task, batch=5, measure="pace")
+    assert told.status == ("done" if "BatchNorm" in changed[1] else "failed")
+
+
 @pytest.mark.parametrize("measure", ["pace", "all"])
 def test_data_that_are_not_finite_are_found_before_the_plan(tmp_path: Path, measure: str) -> None:
     begin = LINEAR_TASK.index("\n", LINEAR_TASK.index("def loss")) + 1
