@@ -64,8 +64,8 @@ _NORM_STEPS = 8
 
 
 _OTHER_BATCH_FAILS = (GeofedError,)
-"""What a task may raise with a batch that its job does not have, such as one that it cannot divide: then that batch is not
-measured."""
+"""What a task may raise with a batch that its job does not have, such as one that it cannot divide: that batch is then
+not measured."""
 _LAYER_REPEATS = 5
 """Measurements of each layer; the first one is not counted."""
 _FEWER_LAYER_REPEATS = 3
