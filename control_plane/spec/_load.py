@@ -194,7 +194,7 @@ def _read(path: Path) -> str:
 def _override(root: dict[str, Any], overrides: Sequence[str]) -> dict[strict_yaml.Path, str]:
     """Write the overrides into `root`; return by path the override that has set it. Keys below `advanced` may be named
     without it: options are typed, and such names are not ambiguous."""
-    origins: dict[strict_yaml.Path, str] = {}
+    origins: dict[strict_yaml.Path, dict[tuple[str, ...], str]] = {}
     forms: dict[tuple[str, ...], str] = {}
     for override in overrides:
         dotted, equals, text = override.partition("=")
@@ -211,8 +211,9 @@ def _override(root: dict[str, Any], overrides: Sequence[str]) -> dict[strict_yam
             section = below
         section[keys[-1]] = strict_yaml.scalar(text)
         for depth in range(1, len(keys) + 1):
-            origins[tuple(keys[:depth])] = f"--set {override}"
-    return origins
+            # What is wrong with a section may be in any of those that set something of it.
+            origins.setdefault(keys[:depth], {})[keys] = f"--set {override}"
+    return {path: " ".join(given.values()) for path, given in origins.items()}
 
 
 def _invalid(error: strict_yaml.InvalidYaml) -> GeofedError:

@@ -400,6 +400,8 @@ def test_overrides_are_told_as_such(job_file: Path) -> None:
     assert errors_of(job_file, JOB, "regions.usee=[a]") == [
         "--set regions.usee=[a]: unknown key `usee` in regions; did you mean `use`?"
     ]
+    (told,) = errors_of(job_file, JOB, "train.keep=all", "train.seed=1", "train.keep=best", "regions.use=[a]")
+    assert told.startswith("--set train.keep=best --set train.seed=1: `train`: `keep` requires `evaluateEvery`")
     assert errors_of(job_file, JOB, "nothing") == ["--set nothing: write it as key.key=value"]
     assert errors_of(job_file, JOB, "kind.x=1") == ["--set kind.x=1: kind has no keys"]
 
