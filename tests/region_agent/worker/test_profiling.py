@@ -319,7 +319,7 @@ def test_a_model_that_the_function_cannot_hold_is_probed_without_being_made(tmp_
 
 @pytest.mark.parametrize(("samples", "sizes"), [(200, [16, 4]), (10, [10, 2]), (1, [1])])
 def test_a_pace_is_of_the_jobs_batch_and_a_smaller_one(tmp_path: Path, samples: int, sizes: list[int]) -> None:
-    told, body = profiled(tmp_path, samples=samples, measure="pace", limit_seconds=0.2)
+    told, body = profiled(tmp_path, samples=samples, measure="pace", limit_seconds=5.0)
     assert [step.batch for step in told.steps] == sizes
     assert all(step.seconds > 0 for step in told.steps)
     assert told.loaded_seconds > 0
