@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from geofed_pb.security.audit import Head, verify
@@ -32,6 +33,7 @@ def happening(job: str, kind: str, data: str) -> agent_pb2.FromAgent:
     return agent_pb2.FromAgent(happening=agent_pb2.Happening(job=job, at=1, kind=kind, text="told", data_json=data))
 
 
+@pytest.mark.slow
 def test_a_region_forges_no_entries(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

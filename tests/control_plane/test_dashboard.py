@@ -366,6 +366,7 @@ def test_jobs_are_ended_scaled_and_shared_by_who_may(serve_config: ServeConfig, 
     told(serve_config, scene)
 
 
+@pytest.mark.slow
 def test_a_job_is_renamed_resumed_and_deleted_by_who_may(
     serve_config: ServeConfig, job_file: Path, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ async def alert(pages: httpx2.AsyncClient, status: int = 400, path: str = "/subm
     return unescape(text)
 
 
+@pytest.mark.slow
 def test_a_template_is_planned_and_submitted_once(serve_config: ServeConfig) -> None:
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
         token = (await stage.client.add_user("ann", role="member")).token
@@ -77,6 +78,7 @@ def test_a_template_is_planned_and_submitted_once(serve_config: ServeConfig) -> 
     told(serve_config, scene)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_draft_is_said_as_by_validate(serve_config: ServeConfig, tmp_path: Path) -> None:
     wrong = JOB.replace("batch", "bach", 1)
     assert wrong != JOB

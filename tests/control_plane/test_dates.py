@@ -136,6 +136,7 @@ def test_a_date_that_would_be_refused_a_moment_later_is_not_named(job_file: Path
         stand.at += 0.5
 
 
+@pytest.mark.slow
 def test_where_nobody_else_has_a_promise_none_is_blamed(job_file: Path) -> None:
     stand = Stand([live("r0", 1000, 4, 900.0)])
     _, answer = stand.asks(job_file, "objective.deadline=1s")

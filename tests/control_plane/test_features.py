@@ -46,6 +46,7 @@ def test_regions_leave_out_what_never_changes_if_all_can_and_for_the_whole_job(
     run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [

@@ -70,6 +70,7 @@ def test_the_file_is_named_by_its_digest_and_is_no_code(job_file: Path) -> None:
     assert load(job_file, [START, f"train.initialModel.digest={DIGEST}"]).json == loaded.json
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("weights")
 def test_every_region_fetches_it_and_it_is_kept_for_as_long_as_the_job_needs_it(
     serve_config: ServeConfig, job_file: Path

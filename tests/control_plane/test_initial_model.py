@@ -119,6 +119,7 @@ def test_every_region_fetches_it_and_all_that_tells_of_the_job_tells_of_it(
     run(scenario())
 
 
+@pytest.mark.slow
 def test_what_has_no_model_or_is_anothers_is_refused_at_once(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

@@ -120,6 +120,7 @@ def test_what_cannot_be_planned_is_declined_with_its_reasons(serve_config: Serve
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_task_that_raises_fails_the_job_everywhere(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

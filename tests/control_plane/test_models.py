@@ -335,6 +335,7 @@ def test_a_cancelled_job_leaves_its_model_and_is_resumed_from_it(serve_config: S
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_job_starts_from_a_round_of_a_failed_one(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

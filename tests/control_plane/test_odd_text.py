@@ -94,6 +94,7 @@ def anywhere(serve_config: ServeConfig, request: pytest.FixtureRequest) -> Serve
     return replace(serve_config, database_url=request.getfixturevalue("postgres").database())
 
 
+@pytest.mark.slow
 def test_every_text_of_an_agent_is_stored_or_passed_over(anywhere: ServeConfig) -> None:
     kinds = [path for path in _paths(agent_pb2.FromAgent.DESCRIPTOR) if path[0].name != "hello"]
     assert len(kinds) > 20
@@ -136,6 +137,7 @@ def test_every_text_of_a_user_is_taken_or_refused_with_a_code(anywhere: ServeCon
     run(scenario())
 
 
+@pytest.mark.slow
 def test_any_text_in_a_job_file_reaches_the_agents_as_it_is(anywhere: ServeConfig, job_file: Path) -> None:
     config = {"prompt": ODD}
     spec = job_file.read_text().replace("config: {width: 8}", f"config: {json.dumps(config)}")

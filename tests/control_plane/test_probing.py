@@ -69,6 +69,7 @@ def asked(agent: FakeAgent) -> int:
     return sum(command.WhichOneof("body") == "probe" for command in agent.commands)
 
 
+@pytest.mark.slow
 def test_the_first_plan_knows_the_model_and_a_speed(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage, scales(stage) as agent:
@@ -216,6 +217,7 @@ def test_a_step_that_fails_makes_no_job(serve_config: ServeConfig, job_file: Pat
 PRIVATE = "privacy.differential={level: sample, epsilon: 3, delta: 1e-5, clipNorm: 1}"
 
 
+@pytest.mark.slow
 def test_the_first_plan_warns_of_labels_that_differ_between_regions(serve_config: ServeConfig, job_file: Path) -> None:
     """Which one region counts with its steps, and the other one meanwhile; unless the job does something about it."""
 

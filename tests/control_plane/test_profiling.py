@@ -44,6 +44,7 @@ async def plan(stage: Stage, job_file: Path) -> Any:
     return json.loads((await stage.client.plan(load(job_file).json)).plan_json)
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_a_plan_after_a_profile_rests_on_what_was_measured(serve_config: ServeConfig, job_file: Path) -> None:
     async with staged(serve_config) as stage, await stage.agent("a") as agent:

@@ -200,6 +200,7 @@ class Conversation(RuleBasedStateMachine):
                 self._queue.acknowledged(message.report_ack.seq)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["agent", "control"])
 @pytest.mark.parametrize("more", [0, 1, 2, 3])
 def test_what_is_said_after_a_copy_was_put_back_arrives_however_much_it_is(end: str, more: int) -> None:
@@ -285,6 +286,7 @@ def test_what_a_region_does_for_a_job_that_has_ended_is_stopped(serve_config: Se
     run(scenario())
 
 
+@pytest.mark.slow
 def test_reports_that_an_older_agent_has_forgotten_are_not_waited_for(
     serve_config: ServeConfig, job_file: Path
 ) -> None:

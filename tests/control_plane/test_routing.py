@@ -163,6 +163,7 @@ def test_links_that_come_and_go_are_followed_ever_more_slowly(star: Watched) -> 
     assert 1 < len(star.told) < 8
 
 
+@pytest.mark.slow
 def test_a_link_that_healed_is_tried_again(star: Watched) -> None:
     star.slow_down("a", "b", 1.0)
     star.pass_time(60)

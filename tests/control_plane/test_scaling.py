@@ -172,6 +172,7 @@ def test_where_servers_cost_most_everybody_stays(tmp_path: Path) -> None:
     assert life.history == [12]
 
 
+@pytest.mark.slow
 def test_mlless_lets_them_leave_one_by_one_down_to_one_for_each_region(tmp_path: Path) -> None:
     life = Life(tmp_path, "train.scaling=mlless", "train.workers={a: 3, b: 1}")
     life.goes_on(400)
@@ -199,6 +200,7 @@ def test_another_tuner_begins_after_a_restart_with_the_workers_that_there_are(tm
     assert workers_now(life.entry) == held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("follows", ["tuned", "mlless"])
 @pytest.mark.parametrize("size", [50, 70, 160, 300])
 def test_no_finite_metric_breaks_the_session_of_an_agent(tmp_path: Path, follows: str, size: int) -> None:

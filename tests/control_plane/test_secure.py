@@ -44,6 +44,7 @@ async def _failed_after_a_round(
     return agents, job
 
 
+@pytest.mark.slow
 def test_a_round_is_not_repeated_without_one_region(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -81,6 +82,7 @@ def test_a_round_is_not_repeated_without_one_region(serve_config: ServeConfig, j
     run(scenario())
 
 
+@pytest.mark.slow
 def test_jobs_that_start_from_one_model_differ_by_no_few_regions(serve_config: ServeConfig, job_file: Path) -> None:
     """Also where the model is that of a third job, without secure aggregation."""
 

@@ -41,6 +41,7 @@ async def state_of(stage: Stage, region: str) -> str:
     return {found.name: found.state for found in await stage.client.regions()}.get(region, "")
 
 
+@pytest.mark.slow
 def test_a_revoked_region_is_out_at_once_everywhere(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -135,6 +136,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_removed_region_is_forgotten_but_not_forgiven(serve_config: ServeConfig) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

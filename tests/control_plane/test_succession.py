@@ -271,6 +271,7 @@ def test_what_goes_on_makes_a_tenth_of_its_rounds_first(tmp_path: Path, request_
     assert succession._may_pay(job) is may
 
 
+@pytest.mark.slow
 def test_a_user_who_wants_a_job_ended_gets_no_other(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -293,6 +294,7 @@ def test_a_user_who_wants_a_job_ended_gets_no_other(serve_config: ServeConfig, j
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_promise_that_cannot_be_given_again_is_told_and_the_job_goes_on(
     serve_config: ServeConfig, job_file: Path
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_job_is_refused_until_all_of_its_folder_has_arrived(serve_config: Serv
     run(scenario())
 
 
+@pytest.mark.slow
 def test_files_are_kept_while_a_job_refers_to_them(serve_config: ServeConfig, large: Path) -> None:
     kept = serve_config.state_dir
 

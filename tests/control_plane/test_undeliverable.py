@@ -102,6 +102,7 @@ def test_a_report_that_cannot_be_stored_is_passed_over(
     run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("payload", [b"\xff" * 10, b""], ids=["unreadable", "too large"])
 def test_a_stored_command_that_cannot_be_sent_fails_its_job_alone(
     serve_config: ServeConfig, job_file: Path, payload: bytes

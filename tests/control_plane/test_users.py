@@ -55,6 +55,7 @@ async def _soon(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_users_come_and_go_and_their_tokens_are_not_kept(serve_config: ServeConfig) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -290,6 +291,7 @@ def test_who_is_removed_hears_nothing_more(serve_config: ServeConfig, job_file: 
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_quota_bounds_what_is_promised_over_all_regions_and_restarts(
     serve_config: ServeConfig, job_file: Path
 ) -> None:

@@ -99,6 +99,7 @@ def _sources() -> list[Path]:
     return found
 
 
+@pytest.mark.slow
 def test_tasks_are_started_by_the_helper_only() -> None:
     found = [path for path in _sources() if STARTS_TASKS & _calls(path)]
     assert [str(path.relative_to(ROOT)) for path in found] == ["proto/geofed_pb/tasks.py"]

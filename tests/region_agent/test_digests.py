@@ -77,6 +77,7 @@ def test_files_are_read_once_and_again_when_they_change(data: Path, tmp_path: Pa
     assert changed["test"] == f"sha256:{'0' * 64}"
 
 
+@pytest.mark.slow
 def test_objects_of_a_store_are_told_by_their_etags(store: StoreConfig, tmp_path: Path) -> None:
     dataset = DatasetConfig(
         store="minio", digest="plain", splits={"train": SplitConfig(uri="s3://shards/of/", samples=1)}

@@ -293,6 +293,7 @@ async def test_a_step_that_does_not_fit_into_the_gpu_is_told_as_such(scene: Scen
     assert told.note.startswith("GPU_MEMORY: the GPU ran out of memory in loss at task.py:")
 
 
+@pytest.mark.slow
 def test_a_probe_tells_what_a_step_takes_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter((5 << 30, 2 << 30))
     monkeypatch.setattr(profiling, "device_peak_bytes", lambda where: next(taken))
@@ -406,6 +407,7 @@ async def test_no_more_than_so_many_wait(scene: Scene) -> None:
     assert len(scene._last()) == 1
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_a_region_may_refuse_and_a_task_may_fail(scene: Scene) -> None:
     scene.ask("p1", region="west")
@@ -460,6 +462,7 @@ async def test_code_that_cannot_be_recorded_does_not_run(scene: Scene) -> None:
     assert not scene.gateway.deployed
 
 
+@pytest.mark.slow
 def test_counts_of_labels_leave_the_region_only_as_its_file_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_the_object_that_is_fetched_is_the_one_that_is_written(
     assert fetched.name == key.rpartition("/")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["run#1/", "q?v=2/", "100%41 %/", "uml ü 上海/", "a/../b/", "./", "twice//"])
 def test_the_objects_of_a_folder_are_those_of_its_prefix(store: StoreConfig, tmp_path: Path, prefix: str) -> None:
     prefix = f"folders/{prefix}"
@@ -93,6 +94,7 @@ def test_keys_that_are_no_paths_of_files_are_refused(store: StoreConfig, tmp_pat
     assert "rename the object" in raised.value.hint
 
 
+@pytest.mark.slow
 def test_an_object_comes_as_it_is_stored(store: StoreConfig, tmp_path: Path) -> None:
     """Its encoding is the owner's: the size that the store tells is that of the bytes that it keeps."""
     packed = gzip.compress(bytes(100_000))

@@ -120,6 +120,7 @@ def test_a_file_above_the_limit_is_refused(folder: Path, tmp_path: Path, monkeyp
     assert _refused(config, f"file://{folder}/base.safetensors", into)[0] == "LIMIT_EXCEEDED"
 
 
+@pytest.mark.slow
 def test_a_broken_download_continues_where_it_was(
     store: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

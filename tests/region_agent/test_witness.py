@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from geofed_pb.security.audit import Head, hash_of
@@ -22,6 +23,7 @@ def kept(path: Path) -> list[int]:
     return [json.loads(line)["seq"] for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_flood_of_heads_displaces_no_earlier_one(tmp_path: Path) -> None:
     now = [0.0]
     path = tmp_path / "identity" / "heads"

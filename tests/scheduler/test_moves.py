@@ -63,6 +63,7 @@ drawn = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=budget(150))
 @given(
     st.lists(drawn, min_size=1, max_size=5),

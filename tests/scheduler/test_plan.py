@@ -338,6 +338,7 @@ def test_who_sets_what_only_late_updates_know_means_the_background() -> None:
     assert planned(Snapshot(regions), demand(wan_settings={"damping": 1.0})).background
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=budget(16))
 @given(federations, st.floats(0.5, 0.999))
 def test_what_is_said_to_be_possible_is_promised(shape: list[tuple[int, int, float]], part: float) -> None:
@@ -359,6 +360,7 @@ def test_what_is_said_to_be_possible_is_promised(shape: list[tuple[int, int, flo
             planned(snapshot, demand(**{limit: told}))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=budget(16))
 @given(federations, st.floats(1.0, 3.0), st.floats(0.01, 0.999))
 def test_a_budget_that_is_said_to_do_keeps_the_deadline_too(

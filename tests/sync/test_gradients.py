@@ -132,6 +132,7 @@ def trained(
         return list(pool.map(work, range(workers)))
 
 
+@pytest.mark.slow
 @examples(max_examples=budget(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     way=st.sampled_from(WAYS),

@@ -167,6 +167,7 @@ def test_a_program_gives_the_outputs_of_the_model_elsewhere(
         np.testing.assert_allclose(np.load(f"{file}.out.npy"), model(batch).detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_of_any_size_is_told(folder: Path, tmp_path: Path) -> None:
     task, model, whole = trained(folder, FIXED)
     told = write_program(whole, tmp_path / "model.pt2", task, [Input((1, 4))])
@@ -182,6 +183,7 @@ def test_a_model_of_layers_is_written(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(batch), model(batch))
 
 
+@pytest.mark.slow
 def test_a_file_called_as_a_library_is_the_tasks_alone(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="the extra onnx is not installed")
     for name in ("onnx", "onnxscript", "onnx_ir"):

@@ -65,6 +65,7 @@ def test_a_machine_type_that_is_none(cloud: Cloud, purchase: Purchase) -> None:
     assert caught.value.code == "PRICE_UNKNOWN"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("purchase", list(Purchase))
 def test_a_region_that_is_none(cloud: Cloud, purchase: Purchase) -> None:
     with pytest.raises(GeofedError, match="no region 'eu-atlantis-1'") as caught:

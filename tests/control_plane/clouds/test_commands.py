@@ -99,6 +99,7 @@ def test_quotes_of_tencent_are_printed_with_their_rate(run: Run, monkeypatch: py
     assert "eu-frankfurt  Europe (Frankfurt)\n" in listed.out
 
 
+@pytest.mark.slow
 def test_shards_are_told_with_bytes_and_place(run: Run, aws_site: Site) -> None:
     client = boto3.client("s3", endpoint_url=aws_site.url, region_name="eu-central-1")
     client.create_bucket(Bucket="told-shards", CreateBucketConfiguration={"LocationConstraint": "eu-central-1"})

@@ -6,6 +6,8 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
+
 from region_agent.gateway.embedded.logs import LogQuery, LogStore
 
 
@@ -13,6 +15,7 @@ def _texts(lines: list[object]) -> list[str]:
     return [line.text for line in lines]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_follower_that_lags_behind_misses_the_middle(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = LogStore(tmp_path, lines_in_memory=50, file_bytes=1 << 20)

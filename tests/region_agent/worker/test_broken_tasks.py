@@ -245,6 +245,7 @@ def _told(name: str) -> tuple[str, str]:
     return (BROKEN | ONLY_IN_JOBS)[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*BROKEN, *ONLY_IN_JOBS])
 def test_a_job_says_what_is_wrong_with_its_task(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more, says = _told(name)
@@ -263,6 +264,7 @@ def test_a_job_says_what_is_wrong_with_its_task(name: str, tmp_path: Path, monke
     assert len(outcome.message) < 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", ["all", "pace", "size"])
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_probe_says_what_is_wrong_with_a_task(name: str, measure: str, tmp_path: Path) -> None:

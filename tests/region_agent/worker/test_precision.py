@@ -87,6 +87,7 @@ def _plain(precision: str, accumulate: int, factor: float) -> tuple[nn.Module, f
     return module, scaler.get_scale()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slice_seconds", [1e-3, 100.0], ids=["a step a slice", "one slice"])
 @pytest.mark.parametrize(
     ("precision", "accumulate", "factor"),

@@ -153,6 +153,7 @@ def test_samples_of_different_shapes_are_taken_one_by_one() -> None:
     assert torch.allclose(flat_gradient(model), wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(
     count=st.integers(1, 6), clip=st.floats(1e-3, 10), scale=st.floats(1e-3, 1e4), seed=st.integers(0, 99),

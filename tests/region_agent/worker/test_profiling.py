@@ -115,6 +115,7 @@ def test_a_profile_runs_with_the_variables_of_the_task(tmp_path: Path) -> None:
     assert (told.status, told.parameters) == ("done", 15)
 
 
+@pytest.mark.slow
 def test_steps_are_measured_in_the_parts_and_the_precision_of_the_job(tmp_path: Path) -> None:
     told, _ = profiled(tmp_path, at_once=3, precision="bf16")
     assert told.status == "done"
@@ -263,6 +264,7 @@ LABELLED_TASK = LINEAR_TASK.replace('torch.from_numpy(held["y"]))', "torch.arang
 )
 
 
+@pytest.mark.slow
 def test_labels_are_counted_where_asked_for(tmp_path: Path) -> None:
     assert profiled(tmp_path, LABELLED_TASK, labels=True)[0].labels == {0: 100, 1: 100}
     assert not profiled(tmp_path, LABELLED_TASK)[0].labels
@@ -302,6 +304,7 @@ def test_what_is_not_trained_does_not_count(tmp_path: Path, memory_mb: int) -> N
     assert (told.held_bytes, whole.held_bytes) == (4 * (58 + 18), 4 * (58 + 58)), "all tensors, and gradients"
 
 
+@pytest.mark.slow
 def test_a_model_that_the_function_cannot_hold_is_probed_without_being_made(tmp_path: Path) -> None:
     """Of a chain and of what is none; one that needs its values to be made is made."""
     whole, _ = profiled(tmp_path, DEEP, measure="size", splits={})

@@ -274,6 +274,7 @@ def test_what_workers_make_of_a_step_is_seen_where_few_were_tried() -> None:
         assert (found.likely(found.noises > MOST) > 0.8) is few
 
 
+@pytest.mark.slow
 def test_it_adds_workers_for_a_deadline() -> None:
     job = Job(noise=30.0, compute=1.0, each=0.0, length=400.0)
     deadline = 0.6 * job.constant(4)[0]
@@ -346,6 +347,7 @@ def test_it_begins_with_fewer_where_merging_more_takes_longer() -> None:
     assert ScalingTuner(job.terms, ScalingGoal(job.target, deadline_seconds=1e3)).begin() == MOST
 
 
+@pytest.mark.slow
 def test_where_patience_binds_it_soon_knows_whether_fewer_will_do() -> None:
     """Fewer than it dares before it knows the noise are best: half of those that it begins with leave, and tell it."""
     job = Job(noise=4.0, compute=0.5, each=0.2, length=300.0)

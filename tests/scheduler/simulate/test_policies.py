@@ -41,6 +41,7 @@ def test_every_job_ends_or_is_declined_and_no_device_is_used_twice(name: str) ->
     assert done == run(name), "the same again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["geofed", "geofed-live"])
 @pytest.mark.parametrize("seed", range(6))
 def test_ours_keeps_every_promise_where_a_change_pauses_whom_it_changes(seed: int, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
@@ -31,6 +32,7 @@ def arrivals(count: int, seed: int, every_s: float, tight: float) -> list[TraceJ
     return jobs
 
 
+@pytest.mark.slow
 @settings(max_examples=budget(16), deadline=None)
 @given(
     policy=st.sampled_from(["geofed", "geofed-live"]),
@@ -52,6 +54,7 @@ def test_nobody_who_was_promised_a_deadline_is_late(
     assert done.promised == done.met, "nothing is met but what was promised, as who is refused is sent away"
 
 
+@pytest.mark.slow
 def test_the_promises_of_the_property_are_many() -> None:
     """So that the property is about something: also in the hardest of its cases half of the jobs and more run."""
     overhead = Overhead(everyone=True)

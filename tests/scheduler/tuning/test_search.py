@@ -97,6 +97,7 @@ def test_a_looser_limit_never_costs_more() -> None:
         assert [one and one.usd for one in costs] == sorted((one.usd for one in told), reverse=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=budget(60), deadline=None)
 @given(seeds)
 def test_of_each_number_of_workers_no_step_that_another_equals_or_beats_in_everything_is_kept(seed: int) -> None:

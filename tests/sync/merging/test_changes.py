@@ -216,6 +216,7 @@ def share(
     return models, exact, virtual
 
 
+@pytest.mark.slow
 @settings(max_examples=budget(25), deadline=None)
 @given(
     st.integers(2, 9), st.integers(1, 3000), st.integers(0, 4), st.sampled_from(["fp32", "bf16", "fp8", "int4"]),

@@ -168,6 +168,7 @@ def test_requests_are_those_of_k_reduce() -> None:
         assert sum(worker.meter.bytes_in for worker in virtual.workers) == pytest.approx(workers * 32_000, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["bf16", "int8", "fp8", "int4"])
 @pytest.mark.parametrize("chunks", [1, 3, 4])
 def test_codecs_hold_nothing_back_for_good(codec: str, chunks: int) -> None:

@@ -47,6 +47,7 @@ def test_a_regions_update_can_change_by_twice_its_norm() -> None:
     assert Release.of(3.0, 0.1, sampled=True) == Release(3.0, 0.1)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=10)
 @given(
     epsilon=st.floats(0.3, 20), rate=st.sampled_from([1.0, 0.2, 0.01]), count=st.integers(1, 500), sampled=st.booleans()

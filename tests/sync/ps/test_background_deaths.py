@@ -507,6 +507,7 @@ def die_everywhere(codec: str, first: int, *, late: int, power: bool = False) ->
         assert play(codec, [moment, whole // 2], 7, late=late, power=power).died == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "late", "first"), [("fp32", 0, 0), ("ternary", 0, 1), ("fp32", 2, 2), ("int8", 3, 3)]
 )
@@ -514,12 +515,14 @@ def test_a_death_before_any_file_operation_loses_and_doubles_nothing(codec: str,
     die_everywhere(codec, first, late=late)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_loss_of_power_before_any_file_operation_loses_and_doubles_nothing(late: int) -> None:
     """Memory is lost with it, and so are the workers and the channel, with rounds that were not durable yet."""
     die_everywhere("fp32", late, late=late, power=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=budget(20), deadline=None)
 @given(
     codec=st.sampled_from(["fp32", "int8", "ternary"]),
@@ -531,6 +534,7 @@ def test_many_deaths_in_a_row(codec: str, deaths: list[int], seed: int, late: in
     play(codec, deaths, seed, late=late)
 
 
+@pytest.mark.slow
 @settings(max_examples=budget(20), deadline=None)
 @given(
     codec=st.sampled_from(["fp32", "int8", "ternary"]),
@@ -545,6 +549,7 @@ def test_deaths_of_servers_and_workers(codec: str, deaths: list[int], seed: int,
     play(codec, deaths, seed, lose_workers=True, cuts=cuts, late=late)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_what_is_sent_summed_up_after_a_cut_counts_once(codec: str) -> None:
     """Whenever the one or the other server dies while sums are made, sent or merged."""
@@ -554,6 +559,7 @@ def test_what_is_sent_summed_up_after_a_cut_counts_once(codec: str) -> None:
         play(codec, [seed * 7 % 90, seed * 11 % 70], seed, cuts=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=budget(20), deadline=None)
 @given(
     deaths=st.lists(st.integers(0, 90), max_size=5), seed=st.integers(0, 1 << 20), power=st.booleans(),

@@ -209,6 +209,7 @@ def test_models_that_a_replay_would_need_do_not_pile_up(
     assert held < most <= 2 * (held + 1) + 2
 
 
+@pytest.mark.slow
 def test_what_workers_hand_over_does_not_pile_up_with_background_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ TestWaysChange.settings = settings(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), list(permutations(_KINDS, 2)))
 @pytest.mark.parametrize("deaf", range(4))
 def test_a_region_that_never_hears_of_the_new_ways_holds_nobody_up(before: str, after: str, deaf: int) -> None:

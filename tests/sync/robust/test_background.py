@@ -115,6 +115,7 @@ def test_all_rules_are_here() -> None:
     assert set(BY_HAND) == set(robust_rules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", robust_rules())
 @settings(max_examples=budget(20))
 @given(seed=st.integers(0, 1 << 32), lie=st.sampled_from([-1.0, -4.0, 50.0, -300.0]))
@@ -148,6 +149,7 @@ def _bounded(rule: str, moved: np.ndarray, honest: np.ndarray) -> None:
     assert np.linalg.norm(moved - middle) <= reach + 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", robust_rules())
 def test_honest_regions_learn_beside_one_that_goes_the_other_way(rule: str) -> None:
     """Each is drawn to an optimum of its own, near 2; the liar runs away from where it would be drawn."""

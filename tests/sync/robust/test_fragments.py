@@ -82,6 +82,7 @@ def test_each_merge_is_the_rule_over_the_part_of_the_round(rule: str) -> None:
         assert not np.delete(moved, np.r_[part]).any(), "what nobody has sent does not move"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("background", [False, True])

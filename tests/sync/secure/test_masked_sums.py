@@ -79,6 +79,7 @@ def test_what_is_merged_and_what_is_left_add_up_to_all_changes(data: st.DataObje
     assert np.abs(merged + left - wanted).max() <= 1e-7 * np.float64(largest)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     count=st.integers(3, 16),

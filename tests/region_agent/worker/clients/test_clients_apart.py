@@ -115,6 +115,7 @@ def test_a_region_whose_samples_are_all_none_is_refused(tmp_path: Path, monkeypa
     model.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"steps": 1}, {"epochs": 2}, {"steps": 40}], ids=str)
 def test_only_blocks_of_the_next_batches_are_read(
     tmp_path: Path, how: dict[str, int], monkeypatch: pytest.MonkeyPatch

@@ -108,6 +108,7 @@ class _Ids:
         return len(self.clients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slice_seconds", [1e-3, 100.0], ids=["a round a slice", "one slice"])
 @pytest.mark.parametrize(
     "how", [{"epochs": 2, "batch": 3}, {"steps": 4, "batch": 2}, {"epochs": 1, "batch": 100}], ids=str

@@ -109,6 +109,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     return request.param, path
 
 
+@pytest.mark.slow
 def test_every_sample_is_read_once_by_any_number_of_workers(
     written: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,6 +440,7 @@ def _samples_of_tar(first: int, last: int) -> list[tuple[str, bytes]]:
     ]
 
 
+@pytest.mark.slow
 def test_samples_of_tar_shards_are_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "SMALL_BYTES", 0)
     files = [_tar(tmp_path / f"{at}.tar", _samples_of_tar(200 * at, 200 * at + 200)) for at in range(2)]

@@ -47,6 +47,7 @@ def test_positions_do_not_depend_on_how_they_are_asked_for(monkeypatch: pytest.M
     assert BlockOrder(_index([7] * 200), [3, 1], 32).at(0, 0, 1400) != whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7, 8])
 def test_each_block_is_read_by_one_worker(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     _large(monkeypatch)

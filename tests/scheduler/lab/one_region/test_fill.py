@@ -140,6 +140,7 @@ def test_capacity_that_will_go_is_not_promised() -> None:
     assert not admit(0.0, {R: DeviceCapacity(4, ((50.0, 1),))}, (), [job], FREE_CHANGES).promised
 
 
+@pytest.mark.slow
 def test_many_jobs_on_a_grid_of_instants_are_covered_too() -> None:
     draw = np.random.default_rng(4)
     curve = SpeedCurve((1, 2, 4, 8), (1.0, 1.9, 3.4, 5.0))
