@@ -39,6 +39,8 @@ class FormatSpec(BaseModel):
     types: Annotated[dict[Name, Literal["int64", "float64", "bool", "string"]], Field(max_length=_MOST_NAMES)] = {}
     """Of `csv`: types of columns, where all values of a region would give another one than those of the other regions:
     `int64`, `float64`, `bool` or `string`. Default: found by reading every value."""
+    delimiter: Literal[",", ";", "\t", "|"] = ","
+    """Of `csv`: character between values: `,`, `;`, `|` or a tabulator, `"\\t"`."""
     classes: Annotated[tuple[Name, ...], Field(max_length=100_000)] = ()
     """Of `image-folder`: the classes, in the order of their labels. Default: the folders by name."""
     size: Annotated[int, Field(ge=1, le=8192)] | None = None

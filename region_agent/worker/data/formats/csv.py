@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import threading
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ class CsvFormat:
     """CSV with a line of names first. Samples are counted, and types found, by reading every line once."""
 
     kind = "csv"
-    options = ("columns", "types")
+    options = ("columns", "types", "delimiter")
 
     def index(self, spec: FormatSpec, sources: Sources) -> BlockIndex:
         """Index a split in blocks of lines, and check all of them."""
@@ -42,14 +43,16 @@ class CsvFormat:
         for number in data_files(sources):
             source = sources[number]
             with file_faults(source.name):
-                header, begin = _header(source)
+                header, begin = _header(source, spec.delimiter)
                 if names and header != names:
                     raise GeofedError("SHARD_UNREADABLE", f"{source.name}: other columns than in the files before it")
                 names = header
                 for at, content in line_blocks(source, begin, quotes=True):
-                    table = _parsed(content, names, list(spec.columns) or names, stated, f"{source.name}, byte {at:,}")
+                    where = f"{source.name}, byte {at:,}"
+                    table = _parsed(content, names, list(spec.columns) or names, stated, where, spec.delimiter)
+                    _check_closed(content, names, table.num_rows, where, spec.delimiter)
                     for name in stated:
-                        _check_complete(table, name, f"{source.name}, byte {at:,}")
+                        _check_complete(table, name, where)
                     found = _widened(found, table)
                     blocks.append(Block(number, at, len(content), table.num_rows, max(table.nbytes, len(content))))
         # A column that is empty everywhere has no type of its own.
@@ -61,12 +64,12 @@ class CsvFormat:
     def reader(self, spec: FormatSpec, sources: Sources, index: BlockIndex) -> _CsvReader:
         """Return a reader."""
         arrow(self.kind)
-        return _CsvReader(sources, index)
+        return _CsvReader(sources, index, spec.delimiter)
 
 
-def _header(source: Source) -> tuple[list[str], int]:
+def _header(source: Source, delimiter: str) -> tuple[list[str], int]:
     """Return the names of the columns, and where the lines after them begin."""
-    import pyarrow.csv
+    from pyarrow import csv
 
     content = b""
     while b"\n" not in content and len(content) < min(_MOST_HEADER_BYTES, source.size):
@@ -75,10 +78,18 @@ def _header(source: Source) -> tuple[list[str], int]:
     if not content[:end].strip() or len(content) >= end > _MOST_HEADER_BYTES:
         raise GeofedError("SHARD_UNREADABLE", f"{source.name}: the first line has no names of columns")
     first = content[:end].removeprefix(b"\xef\xbb\xbf")
-    return list(pyarrow.csv.read_csv(io.BytesIO(first)).column_names), end
+    names = list(csv.read_csv(io.BytesIO(first), parse_options=csv.ParseOptions(delimiter=delimiter)).column_names)
+    if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
+        raise GeofedError("SHARD_UNREADABLE", f"{source.name}: two columns are called {twice!r}", hint="rename one")
+    other = next((mark for mark in (";", "\t", "|", ",") if len(names) == 1 and mark in names[0]), None)
+    if other is not None:
+        text = f"{source.name}: the first line has one name only, {names[0][:60]!r}"
+        hint = f"state what is between the values: `format: {{kind: csv, delimiter: {json.dumps(other)}}}`"
+        raise GeofedError("SHARD_UNREADABLE", text, hint=hint)
+    return names, end
 
 
-def _parsed(content: bytes, names: list[str], columns: list[str], types: Any, where: str) -> pa.Table:
+def _parsed(content: bytes, names: list[str], columns: list[str], types: Any, where: str, delimiter: str) -> pa.Table:
     import pyarrow as pa
     from pyarrow import csv
 
@@ -90,11 +101,28 @@ def _parsed(content: bytes, names: list[str], columns: list[str], types: Any, wh
         return csv.read_csv(
             io.BytesIO(content),
             csv.ReadOptions(use_threads=False, block_size=len(content) + 1, column_names=names),
-            csv.ParseOptions(newlines_in_values=True),
+            csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             csv.ConvertOptions(include_columns=columns, column_types=types, timestamp_parsers=[]),
         )
     except pa.ArrowInvalid as error:
         raise GeofedError("SHARD_UNREADABLE", f"{where}: {error}"[:400], hint="correct the line") from None
+
+
+def _check_closed(content: bytes, names: list[str], rows: int, where: str, delimiter: str) -> None:
+    """Raise ``GeofedError("SHARD_UNREADABLE")`` if a quotation mark is open at a block's end: what follows it, up to
+    there, would be one value."""
+    if b'"' not in content:
+        return
+    import pyarrow as pa
+
+    one_more = content + (b"" if content.endswith(b"\n") else b"\n") + delimiter.join("0" * len(names)).encode()
+    try:
+        closed = _parsed(one_more, names, names, dict.fromkeys(names, pa.string()), where, delimiter).num_rows > rows
+    except GeofedError:
+        closed = False
+    if not closed:
+        hint = "close it; one within a value is written twice, and the value between two"
+        raise GeofedError("SHARD_UNREADABLE", f"{where}: a quotation mark is not closed", hint=hint)
 
 
 def _check_complete(table: pa.Table, name: str, where: str) -> None:
@@ -131,8 +159,8 @@ def _widened(found: dict[str, str], table: pa.Table) -> dict[str, str]:
 
 
 class _CsvReader(TableReader):
-    def __init__(self, sources: Sources, index: BlockIndex) -> None:
-        self._sources, self._index = sources, index
+    def __init__(self, sources: Sources, index: BlockIndex, delimiter: str) -> None:
+        self._sources, self._index, self._delimiter = sources, index, delimiter
         self._names: dict[int, list[str]] = {}
         self._lock = threading.Lock()
 
@@ -145,11 +173,11 @@ class _CsvReader(TableReader):
         with file_faults(source.name):
             with self._lock:
                 if block.file not in self._names:
-                    self._names[block.file] = _header(source)[0]
+                    self._names[block.file] = _header(source, self._delimiter)[0]
             types = {name: pa.type_for_alias(kind) for name, kind in self._index.schema.items()}
             content = source.read(block.offset, block.length)
             where = f"{source.name}, byte {block.offset:,}"
-            table = _parsed(content, self._names[block.file], list(self._index.schema), types, where)
+            table = _parsed(content, self._names[block.file], list(self._index.schema), types, where, self._delimiter)
             if table.num_rows != block.samples:
                 raise GeofedError("SHARD_UNREADABLE", f"{where}: other lines than when the job began")
         for at, name in enumerate(table.column_names):

@@ -13,6 +13,7 @@ from region_agent.worker.data.sources import file_faults
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
 __all__ = ["ENDINGS", "decoded", "held_bytes", "require_pillow", "stacked_images"]
 
@@ -41,15 +42,38 @@ def decoded(content: bytes, name: str, size: int | None) -> torch.Tensor:
 
     too_large = GeofedError("LIMIT_EXCEEDED", f"{name}: the image has more than {_MOST_PIXELS:,} pixels")
     try:
-        with file_faults(name, SyntaxError), Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+        with file_faults(name, SyntaxError), _opened(content) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise too_large
-            plain = image.convert("RGB")
+            plain = _of_8_bits(image).convert("RGB")
             if size is not None:
                 plain = plain.resize((size, size), Image.Resampling.BILINEAR)
             return torch.from_numpy(np.array(plain)).permute(2, 0, 1).contiguous()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise too_large from None
+
+
+def _opened(content: bytes) -> Image.Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(content), formats=_FORMATS)
+    except UnidentifiedImageError:
+        # Pillow's text names an object in memory.
+        raise ValueError(f"not an image of {', '.join(_FORMATS)}") from None
+
+
+def _of_8_bits(image: Image.Image) -> Image.Image:
+    """Return an image as it is, or one of 16 bits of grey, as X-rays have, with the high 8 of them.
+
+    Pillow's own conversion leaves the numbers as they are, and makes white of all above 255.
+    """
+    if not image.mode.startswith("I"):
+        return image
+    from PIL import Image
+
+    grey = np.asarray(image).clip(0, 0xFFFF).astype(np.uint16)
+    return Image.fromarray((grey >> 8).astype(np.uint8))
 
 
 def stacked_images(images: list[torch.Tensor]) -> torch.Tensor:

@@ -258,6 +258,11 @@ def test_a_file_that_changes_while_a_job_runs_is_refused(tmp_path: Path) -> None
         ("", "SHARD_UNREADABLE", r"data\.csv: the first line has no names of columns"),
         ("a,b\n1,2\n3\n", "SHARD_UNREADABLE", r"data\.csv, byte 4: .*Expected 2 columns, got 1"),
         ("a,b\n1,2\n", "SHARD_UNREADABLE", r"data\.csv has no column 'id', only a, b"),
+        ("a,b,a\n1,2,3\n", "SHARD_UNREADABLE", r"data\.csv: two columns are called 'a'"),
+        ("a;b\n1;2\n", "SHARD_UNREADABLE", r"data\.csv: the first line has one name only, 'a;b'"),
+        # The rest of the file would be one value.
+        ('a,b\n1,"2\n3,4\n', "SHARD_UNREADABLE", r"data\.csv, byte 4: a quotation mark is not closed"),
+        ('a\n"1\n2\n', "SHARD_UNREADABLE", r"data\.csv, byte 2: a quotation mark is not closed"),
         ("id\n" + '"' + "x" * 40_000 + "\n", "LIMIT_EXCEEDED", r"data\.csv: the line at byte 3 has more than"),
     ],
 )
@@ -269,6 +274,25 @@ def test_a_faulty_table_of_text_is_refused_by_its_name(
     with pytest.raises(GeofedError, match=text) as refused:
         _rows("csv", tmp_path / "data.csv", columns=["id"] if "id" in text or "id" in content else [])
     assert refused.value.code == code
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|", ","])
+def test_values_are_between_the_delimiter_that_is_stated(tmp_path: Path, delimiter: str) -> None:
+    """Also where they hold the others, quotation marks within values or around them, and line ends."""
+    values = [["1", "x, y; z\tw|v"], ["2", '12" pizza'], ["3", 'of\n"two" lines'], ["4", ""]]
+    with (tmp_path / "data.csv").open("w", newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows([["a", "b"], *values])
+    rows = _rows("csv", tmp_path / "data.csv", delimiter=delimiter)
+    assert [[str(int(row["a"])), row["b"]] for row in (rows[at] for at in range(len(rows)))] == values
+    (tmp_path / "plain.csv").write_text(delimiter.join("ab") + "\n" + delimiter.join(["1", '12" pizza']) + "\n")
+    assert _rows("csv", tmp_path / "plain.csv", delimiter=delimiter)[0]["b"] == '12" pizza'
+
+
+def test_the_wrong_delimiter_is_told_with_the_right_one(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("a\tb\n1\t2\n")
+    with pytest.raises(GeofedError) as refused:
+        _rows("csv", tmp_path / "data.csv")
+    assert refused.value.hint == 'state what is between the values: `format: {kind: csv, delimiter: "\\t"}`'
 
 
 def test_stated_types_make_regions_agree_whose_values_would_not(tmp_path: Path) -> None:
@@ -388,6 +412,25 @@ def test_faulty_folders_of_images_are_refused_by_the_name_of_the_file(tmp_path: 
     with pytest.raises(GeofedError, match=r"cat/0\.png: ") as refused:
         _of_files(files, kind="image-folder")[0]
     assert refused.value.code == "SHARD_UNREADABLE"
+
+
+@pytest.mark.parametrize(("grey", "told"), [(0, 0), (255, 0), (256, 1), (32_768, 128), (65_535, 255)])
+def test_an_image_of_16_bits_keeps_its_shades(tmp_path: Path, grey: int, told: int) -> None:
+    """An X-ray: Pillow's own conversion makes white of all shades but the darkest 255."""
+    (tmp_path / "lung").mkdir()
+    Image.fromarray(np.full((4, 6), grey, np.uint16)).save(tmp_path / "lung" / "x.png")
+    file = ShardFile(name="lung/x.png", path=str(tmp_path / "lung" / "x.png"), folder=True)
+    image = _of_files([file], kind="image-folder")[0]["image"]
+    assert (image.shape, image.dtype, image.unique().tolist()) == ((3, 4, 6), torch.uint8, [told])
+
+
+@pytest.mark.parametrize("content", [b"", b"no image", b"II*\0"])
+def test_what_is_no_image_is_refused_in_plain_words(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "x.png").write_bytes(content)
+    file = ShardFile(name="cat/x.png", path=str(tmp_path / "cat" / "x.png"), folder=True)
+    with pytest.raises(GeofedError, match=r"cat/x\.png: not an image of JPEG, PNG, WEBP, BMP, GIF$"):
+        _of_files([file], kind="image-folder")[0]
 
 
 @pytest.mark.parametrize("side", [9_000, 20_000])
