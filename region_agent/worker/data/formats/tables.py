@@ -140,8 +140,11 @@ def _values(column: pa.ChunkedArray, name: str, stack: bool) -> Any:
         column = column.cast(pa.int32())
     if types.is_integer(kind) or types.is_floating(kind):
         # torch's own types for numbers: what a model computes with.
-        plain = np.float32 if types.is_floating(kind) else np.int64
-        return torch.from_numpy(column.to_numpy().astype(plain))
+        plain, numbers = np.float32 if types.is_floating(kind) else np.int64, column.to_numpy()
+        if types.is_uint64(kind) and numbers.max(initial=0) > np.iinfo(np.int64).max:
+            text = f"values of column {name!r} are larger than int64 can hold"
+            raise GeofedError("SHARD_UNREADABLE", text, hint="leave it out by `format.columns` in the region's file")
+        return torch.from_numpy(numbers.astype(plain))
     if types.is_boolean(kind):
         return torch.from_numpy(column.to_numpy().astype(np.bool_))
     return column.to_pylist()

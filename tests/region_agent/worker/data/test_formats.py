@@ -319,6 +319,16 @@ def test_stated_types_make_regions_agree_whose_values_would_not(tmp_path: Path) 
         _rows("csv", tmp_path / "a.csv", types={"note": "float64"})
 
 
+def test_a_number_too_large_for_a_tensor_is_refused_and_does_not_become_negative(tmp_path: Path) -> None:
+    most = (1 << 63) - 1
+    pq.write_table(pa.table({"id": pa.array([most, 5], pa.uint64())}), tmp_path / "a.parquet")
+    assert [int(row["id"]) for row in (_rows("parquet", tmp_path / "a.parquet")[at] for at in (0, 1))] == [most, 5]
+    pq.write_table(pa.table({"id": pa.array([most + 1], pa.uint64())}), tmp_path / "b.parquet")
+    with pytest.raises(GeofedError, match="column 'id' are larger than int64 can hold") as refused:
+        _rows("parquet", tmp_path / "b.parquet")[0]
+    assert refused.value.code == "SHARD_UNREADABLE"
+
+
 def test_an_unknown_column_and_other_columns_than_before_are_refused(tmp_path: Path) -> None:
     _parquet(tmp_path / "a.parquet")
     with pytest.raises(GeofedError, match=r"a\.parquet has no column 'label', only id, x") as refused:
