@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from control_plane._advanced import as_written
+from control_plane._figures import metric_text
 from geofed_pb.user_code.recording import RESERVED
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def _link_view(link: control_pb2.WanLink) -> Data:
 
 def model_text(model: Data) -> str:
     """Format the round and the metrics of a model: round 8 (loss 0.4100), the best."""
-    metrics = ", ".join(f"{name} {value:.4f}" for name, value in sorted(model["metrics"].items()))
+    metrics = ", ".join(f"{name} {metric_text(value)}" for name, value in sorted(model["metrics"].items()))
     return f"round {model['round']}{f' ({metrics})' if metrics else ''}{', the best' if model['best'] else ''}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from control_plane._figures import metric_text
 from control_plane._plan_view import initial_model_text, plan_facts, range_text
 from control_plane._view import Data, bytes_text, histogram_text, model_text, seconds_text, slack_text, usd_text
 from control_plane.cli._output import columns, fields
@@ -327,7 +328,14 @@ def money_table(items: list[Data]) -> str:
     if not items:
         return ""
     rows = [
-        [item["region"], item["item"], f"{item['quantity']:.6g}", item["unit"], usd_text(item["usd"])] for item in items
+        [
+            item["region"],
+            item["item"],
+            f"{item['quantity']:.6g}",
+            "" if item["unit"] == "1" else item["unit"],
+            usd_text(item["usd"]),
+        ]
+        for item in items
     ]
     total = ["total", "", "", "", usd_text(sum(item["usd"] for item in items))]
     return columns(["REGION", "ITEM", "QUANTITY", "UNIT", "USD"], [*rows, total], leave_out=("QUANTITY", "UNIT"))
@@ -340,4 +348,4 @@ def metrics_text(metrics: dict[str, float]) -> str:
 
 def number_text(value: Any) -> str:
     """Format a loss or a metric; a missing value is a dash."""
-    return "-" if value is None else f"{value:.4f}"
+    return "-" if value is None else metric_text(value)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from control_plane._figures import metric_text
 from control_plane.core._state import Evaluation, JobState, Report
 from sync.histograms import Histogram, bounded, sums_by_name
 
@@ -91,7 +92,7 @@ def _goal_reached(state: JobState, reports: list[Report]) -> EndReason | None:
     if not (value >= goal.bound if goal.at_least else value <= goal.bound):
         return None
     sign = "at least" if goal.at_least else "at most"
-    text = f"{goal.metric} is {value:.4f}; the goal is {sign} {goal.bound:g}"
+    text = f"{goal.metric} is {metric_text(value)}; the goal is {sign} {goal.bound:g}"
     newest = max(report.evaluation.round for report in reports)
     return EndReason(text, {"metric": goal.metric, "value": value, "bound": goal.bound, "round": newest})
 
@@ -102,7 +103,7 @@ def _not_improved(state: JobState) -> EndReason | None:
         return None
     text = f"{metric} has not improved in {models.not_improved} evaluations since round {models.best_round}"
     best = {"metric": metric, "value": models.best_value, "best_round": models.best_round}
-    return EndReason(f"{text}, where it was {models.best_value:.4f}", {**best, "round": models.evaluated})
+    return EndReason(f"{text}, where it was {metric_text(models.best_value)}", {**best, "round": models.evaluated})
 
 
 def _time_over(state: JobState, at: float) -> EndReason | None:

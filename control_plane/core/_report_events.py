@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+from control_plane._figures import metric_text
 from control_plane.core._events import Record
 from control_plane.core._state import Failure, MeterTotals, Partition, Report, RoundTime
 
@@ -30,7 +31,7 @@ def records_of(part: Partition, report: Report) -> list[Record]:
         used = asdict(report.usage) | {"usd": usd, "wan_bytes": sent}
         figures |= {name: value for name, value in used.items() if value}
         figures |= _taken(last, report)
-        told = "not told" if report.privacy is not None else f"{loss:.4f}"
+        told = "not told" if report.privacy is not None else metric_text(loss)
         found.append(Record("partition.round", f"{name}: round {report.round}, loss {told}", name, figures))
     if report.logged.round > last.logged.round and report.logged.values:
         text = f"{name}: logged in round {report.logged.round}: {_values_text(report.logged.values)}"
@@ -67,7 +68,7 @@ def _taken(last: Report, report: Report) -> dict[str, float]:
 
 
 def _values_text(values: dict[str, float]) -> str:
-    shown = ", ".join(f"{key} {value:.4f}" for key, value in sorted(values.items())[:_SHOWN_METRICS])
+    shown = ", ".join(f"{key} {metric_text(value)}" for key, value in sorted(values.items())[:_SHOWN_METRICS])
     return shown + (f", and {len(values) - _SHOWN_METRICS} more" if len(values) > _SHOWN_METRICS else "")
 
 

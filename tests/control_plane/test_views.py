@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from control_plane._figures import metric_text
 from control_plane._view import figure_text, job_view, kept_if_cancelled, seconds_text, slack_text
 from geofed_pb.v1 import control_pb2
 
@@ -83,3 +86,18 @@ def test_figures_are_written_without_an_exponent_where_they_can_be_read(value: f
 def test_what_a_cancelled_job_leaves_is_told(rounds: tuple[int, ...], text: str) -> None:
     models = [control_pb2.KeptModel(round=one, metrics={"accuracy": 0.9}, best=one == 8) for one in rounds]
     assert kept_if_cancelled(job_view(_job(state="running", models=models))) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.0000"),
+        (0.98611, "0.9861"),
+        (-2.5, "-2.5000"),
+        (0.0000321, "3.21e-05"),
+        (1.5e9, "1.5e+09"),
+        (math.nan, "nan"),
+    ],
+)
+def test_metrics_of_every_size_tell_something(value: float, text: str) -> None:
+    assert metric_text(value) == text

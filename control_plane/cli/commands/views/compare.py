@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from control_plane._figures import metric_text
 from control_plane._view import Data, bytes_text, job_view, seconds_text, usd_text
 from control_plane.cli._completion import complete_job
 from control_plane.cli._connect import ask_control_plane
@@ -84,7 +85,7 @@ def _compared_text(data: Data) -> str:
     jobs = data["jobs"]
     rows = [["state", *(job["state"] for job in jobs)]]
     for name in sorted({name for job in jobs for name in job["metrics"]}):
-        rows.append([name, *(f"{job['metrics'][name]:.4f}" if name in job["metrics"] else "-" for job in jobs)])
+        rows.append([name, *(metric_text(job["metrics"][name]) if name in job["metrics"] else "-" for job in jobs)])
     rows.append(["rounds", *(str(job["rounds"]) for job in jobs)])
     rows.append(["samples", *(str(job["samples"]) for job in jobs)])
     rows.append(["training time", *(seconds_text(job["training_seconds"]) for job in jobs)])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from control_plane._figures import metric_text
 from control_plane._view import SO_FAR, USAGE, Data, clock, event_view, log_view, round_rows
 from control_plane.cli._completion import complete_region
 from control_plane.cli._connect import ask_control_plane
@@ -96,7 +97,9 @@ def _rounds_table(rows: list[Data]) -> str:
     heads = ["ROUND", "REGION", "TIME", "STEP", "SAMPLES", "LOSS", "TEST LOSS", *named]
 
     def cells(row: Data) -> list[str]:
-        figures = [f"{row[name]:.4f}" if row.get(name) is not None else "" for name in ("loss", "test_loss", *metrics)]
+        figures = [
+            metric_text(row[name]) if row.get(name) is not None else "" for name in ("loss", "test_loss", *metrics)
+        ]
         step, samples = (f"{row[name]:,}" if name in row else "" for name in ("step", "samples"))
         return [str(row["round"]), row["region"], clock(row.get("at")), step, samples, *figures]
 
