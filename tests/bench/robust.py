@@ -4,8 +4,8 @@
 
 Seven regions, real gradients and the parameter servers' own merges (`sync.ps.execution.replica`), in one process.
 LeNet-5 on MNIST, and a small ResNet on 10,000 images of CIFAR-10; IID and Dirichlet(0.3) labels; rounds of 10 steps,
-model averaging in fp32. `advanced.wan.byzantine` is the number of hostile regions. With `--quick` it takes 210 s
-of CPU time, so less than 2 minutes on two cores.
+model averaging in fp32. `advanced.wan.byzantine` is the number of hostile regions. With `--quick` its 42
+runs take about 205 s of CPU time.
 
 What rules are known to fail at is among the bars: the mean at one attack, and `krum` at data that are unlike each
 other, without any (Karimireddy et al. 2022, arXiv 2006.09365).
