@@ -8,6 +8,7 @@ import ipaddress
 import math
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from geofed_pb.address import addresses_of, split
+from geofed_pb.address import addresses_of, joined, split
 from geofed_pb.errors import OUTAGE, GeofedError, install_hint
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, clock_of, error_of
 from geofed_pb.v1 import agent_pb2_grpc, common_pb2
@@ -46,7 +47,7 @@ __all__ = ["Finding", "examine"]
 _MIN_FREE_BYTES = 1 << 30
 """Least free space in the state directory."""
 _CONNECT_SECONDS = 10.0
-"""Timeout of a request to the control plane."""
+"""Timeout of a request to the control plane, and of a connection to the address that other regions use."""
 _MAX_SKEW_SECONDS = 60.0
 """Largest difference of the clocks. Certificates are valid from five minutes before they are made; deadlines and
 records use the clocks."""
@@ -86,6 +87,7 @@ async def examine(config: RegionConfig, state_dir: Path) -> list[Finding]:
         ("prices", lambda: _prices(config)),
         ("channel", lambda: _channel(config, state_dir)),
         ("ports", lambda: _ports(config)),
+        ("exchange", lambda: _exchange(config, identity)),
         ("disk", lambda: _disk(state_dir)),
         ("shared memory", _shared_memory),
         *((f"data {name}", lambda name=name: dataset(name)) for name in sorted(config.datasets)),
@@ -294,6 +296,47 @@ async def _ports(config: RegionConfig) -> str:
     if found[2] is None:
         return f"{first}-{last}: two free; large updates will use the exchange port, which is slower"
     return f"{first}-{last}: at least three free"
+
+
+async def _exchange(config: RegionConfig, identity: Identity) -> str:
+    """Listen where a parameter server would, and connect as other regions do: to the address that they are told."""
+    host, server = config.advertise, config.server
+    if _is_own(host):
+        if identity.joined and not all(_is_own(split(one)[0]) for one in addresses_of(identity.federation.address)):
+            text = f"`advertise` is {host}, at which regions on other machines do not reach this one"
+            hint = "set it in the region file to a name or address of this machine that they reach"
+            raise GeofedError("CONFIG_INVALID", text, hint=hint)
+        return f"{host}, which only regions on this machine reach"
+    try:
+        port = free_ports(server.exchange_host, server.ports, (0, 0, 0), worker_host=server.worker_host)[1]
+    except GeofedError:
+        return "not tried, since no port is free"
+    arrived = asyncio.Event()
+
+    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        arrived.set()
+        writer.close()
+
+    async with await asyncio.start_server(accept, server.exchange_host, port) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                _, writer = await asyncio.open_connection(host, port)
+                writer.close()
+                await arrived.wait()
+        except socket.gaierror as error:
+            text, hint = (
+                f"`advertise` is {host}, which has no address: {error.strerror}",
+                "correct it in the region file",
+            )
+            raise GeofedError("CONFIG_INVALID", text, hint=hint) from None
+        except (OSError, TimeoutError) as error:
+            text = f"{joined(host, port)} does not lead to this machine: {error or 'no answer'}"
+            hint = (
+                "correct `advertise`, or open the ports; where this machine's own network translates addresses, see if"
+            )
+            raise GeofedError("UNAVAILABLE", text, hint=f"{hint} another region reaches it") from None
+    return f"{joined(host, port)} leads to this machine, tried from here"
 
 
 async def _disk(state_dir: Path) -> str:

@@ -40,8 +40,8 @@ _MEASURE = (
 _OWN_FEDERATIONS = tuple(
     f"tests/e2e/test_{name}.py"
     for name in (
-        "approval", "audit", "clients", "containers", "extensions", "first_job", "full_disk", "left_out", "platforms",
-        "refusals", "requirements", "restore", "robust_background", "secrets", "shards_elsewhere",
+        "approval", "audit", "clients", "containers", "extensions", "first_hour", "first_job", "full_disk", "left_out",
+        "platforms", "refusals", "requirements", "restore", "robust_background", "secrets", "shards_elsewhere",
         "systemd", "tracking", "upgrade",
     )
 )  # fmt: skip

@@ -77,7 +77,10 @@ def unwritable(path: Path, error: OSError) -> GeofedError:
 
 
 def say(text: str) -> None:
-    """Write a message that is not data to stderr."""
+    """Write a message that is not data to stderr. A terminal's width wraps it, except an indented one: a command to
+    copy."""
+    if sys.stderr.isatty() and not text.startswith(" "):
+        text = "\n".join(wrapped(text, shutil.get_terminal_size().columns))
     print(text, file=sys.stderr, flush=True)
 
 
@@ -165,11 +168,13 @@ def fields(pairs: Iterable[tuple[str, object]]) -> str:
     """Format names and values, one pair a line; empty values are left out. A terminal's width wraps long values."""
     shown = [(name, str(value)) for name, value in pairs if value not in ("", None)]
     width = max((len(name) for name, _ in shown), default=0) + _GAP
-    room = shutil.get_terminal_size().columns - width if stdout_is_terminal() else 0
-    return "\n".join(
-        name.ljust(width) + f"\n{' ' * width}".join(wrapped(value, room) if room > 0 else [value])
-        for name, value in shown
-    )
+    return "\n".join(after(name.ljust(width), value) for name, value in shown)
+
+
+def after(head: str, text: str) -> str:
+    """Format a text that follows a head on its line. A terminal's width wraps the text, not the head."""
+    room = shutil.get_terminal_size().columns - len(head) if stdout_is_terminal() else 0
+    return head + (f"\n{' ' * len(head)}".join(wrapped(text, room)) if room > 0 else text)
 
 
 def wrapped(text: str, width: int) -> list[str]:

@@ -4,8 +4,11 @@
 
 Seven regions, real gradients and the parameter servers' own merges (`sync.ps.execution.replica`), in one process.
 LeNet-5 on MNIST, and a small ResNet on 10,000 images of CIFAR-10; IID and Dirichlet(0.3) labels; rounds of 10 steps,
-model averaging in fp32. `advanced.wan.byzantine` is the number of hostile regions. With `--quick` it takes 140 s
-of CPU time, so less than 2 minutes on two cores.
+model averaging in fp32. `advanced.wan.byzantine` is the number of hostile regions. With `--quick` its 42
+runs take about 205 s of CPU time.
+
+What rules are known to fail at is among the bars: the mean at one attack, and `krum` at data that are unlike each
+other, without any (Karimireddy et al. 2022, arXiv 2006.09365).
 
 The attacks: `sign-flip`: four times the opposite change. `scaling`: fifty times the change. `little-is-enough` (Baruch
 et al. 2019, arXiv 1902.06156): the honest mean less as many standard deviations as still look usual. `label-flip`:
@@ -46,6 +49,10 @@ INTERVAL = 10
 SPLITS: dict[str, float | None] = {"iid": None, "dirichlet-0.3": 0.3}
 MEAN = "mean"
 ATTACKS = ("none", "sign-flip", "scaling", "little-is-enough", "label-flip", "backdoor")
+QUICK_ATTACKS = {
+    "iid": ("none", "sign-flip", "little-is-enough", "label-flip"),
+    "dirichlet-0.3": ("none", "little-is-enough"),
+}
 WITHIN = 2.0
 """Points of accuracy that a rule may lose to an attack that it is made for."""
 WITHSTANDS = ("median", "trimmed-mean", "geometric-median", "multi-krum")
@@ -188,13 +195,13 @@ def _fits(job: Job) -> bool:
 def _jobs(given: Namespace) -> list[Job]:
     names = ["lenet-mnist"] if given.quick else given.workloads.split(",")
     steps, seeds = (100, 1) if given.quick else (200, given.seeds)
-    attacks = ("none", "sign-flip", "little-is-enough", "label-flip") if given.quick else ATTACKS
+    attacks = {kind: QUICK_ATTACKS[kind] if given.quick else ATTACKS for kind in SPLITS}
     found = [
         Job(name, kind, rule, attack, hostile, steps, seed)
         for name in names
-        for kind in (["iid"] if given.quick else SPLITS)
+        for kind in SPLITS
         for rule in (MEAN, *robust_rules())
-        for attack in attacks
+        for attack in attacks[kind]
         for hostile in ((2,) if given.quick else (1, 2))
         for seed in range(1, seeds + 1)
     ]
@@ -232,7 +239,7 @@ def _table(name: str, kind: str, hostile: int, results: Mapping[Job, Result], re
         ]
         return statistics.fmean(found) if found else float("nan")
 
-    attacks = [attack for attack in ATTACKS if any(job.attack == attack for job in results)]
+    attacks = [attack for attack in ATTACKS if any((job.attack, job.split) == (attack, kind) for job in results)]
     print(f"{name}, {kind}, {hostile} of {REGIONS} regions hostile: accuracy in per cent")
     print(f"  {'':<18}" + "".join(f"{attack:>18}" for attack in attacks))
     for rule in (MEAN, *robust_rules()):
@@ -253,6 +260,11 @@ def _table(name: str, kind: str, hostile: int, results: Mapping[Job, Result], re
             Bar.at_least(
                 f"the mean loses to sign-flip, {hostile} of {REGIONS}", plain - mean(MEAN, "sign-flip"), "points", 5.0
             )
+        )
+    if kind == "dirichlet-0.3" and name == "lenet-mnist":
+        lost = mean(MEAN, "none") - mean("krum", "none")
+        report.bars.append(
+            Bar.at_least(f"krum loses to unlike data, without an attack, byzantine: {hostile}", lost, "points", 5.0)
         )
 
 

@@ -33,7 +33,7 @@ CONTINUE = ("train.end.steps=40", "regions.lost=continue", "limits.lostRegion=1s
 async def lost(
     stage: Stage, job_file: Path, names: str, gone: str, *settings: str, rounds: int = 5
 ) -> AsyncIterator[tuple[str, dict[str, FakeAgent]]]:
-    """A job that runs over regions of which one is lost; yield its name and the agents."""
+    """A job that runs over regions, one letter each, of which some are lost; yield its name and the agents."""
     agents = {name: await stage.agent(name) for name in names}
     for agent in agents.values():
         await agent.connect()
@@ -45,15 +45,16 @@ async def lost(
         assert not (await agent.command("peers")).halt
         agent.report(job, "training", **figures(agent.region, "x", rounds))
         await agent.settled()
-    beating = [asyncio.create_task(beat(agent)) for name, agent in agents.items() if name != gone]
-    await agents[gone].close()
+    beating = [asyncio.create_task(beat(agent)) for name, agent in agents.items() if name not in gone]
+    for name in gone:
+        await agents[name].close()
     try:
         yield job, agents
     finally:
         for task in beating:
             task.cancel()
         for name, agent in agents.items():
-            if name != gone:
+            if name not in gone:
                 await agent.close()
 
 
@@ -165,11 +166,16 @@ def test_a_job_that_names_its_regions_continues_without_one_of_them(serve_config
 
 
 @pytest.mark.slow
-def test_without_masks_it_may_continue_with_a_single_region(serve_config: ServeConfig, job_file: Path) -> None:
+@pytest.mark.parametrize("gone", ["a", "ac"])
+def test_without_masks_it_may_continue_with_a_single_region(
+    serve_config: ServeConfig, job_file: Path, gone: str
+) -> None:
+    """However many are lost together."""
+
     async def scenario() -> None:
         async with (
             staged(quick(serve_config)) as stage,
-            lost(stage, job_file, "ab", "a", *CONTINUE) as (job, agents),
+            lost(stage, job_file, f"b{gone}", gone, *CONTINUE) as (job, agents),
         ):
             await end_at_once(job, agents, b=6)
             first = await ended(stage, job)

@@ -309,10 +309,6 @@ def test_adapters_learn_and_the_rest_stays(tmp_path: Path, train_a: bool) -> Non
     assert losses[-1] < 0.8 * losses[0]
     changed = {name for name, held in model.state_dict().items() if not torch.equal(held, fresh[name])}
     assert changed == {n for n in fresh if "lora_B" in n or (train_a and "lora_A" in n)}
-    other = tmp_path / "weights.pt"
-    torch.save({name: held for name, held in fresh.items() if ".lora_" not in name}, other)
-    loaded = task.model({**config, "weights": str(other)}).state_dict()
-    assert all(torch.equal(loaded[name], held) for name, held in fresh.items() if ".lora_" not in name)
     x, y = collated(data, range(8))
     with torch.autocast("cpu", torch.bfloat16):
         assert 0 < float(task.loss(task.model(config), (x, y)).detach()) < 20

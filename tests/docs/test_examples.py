@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from support.shell import END, PROLOGUE, blocks, environment, own_network
 
 from control_plane.spec import load
 from region_agent.config import load_config
-from tests.docs.test_readme import PROLOGUE, README, ROOT, _blocks, _own_network
 
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
 EXAMPLES = ROOT / "examples"
 NAMES = ("cost-study", "from-ddp", "from-flower", "nightly", "three-hospitals")
 LIVE = "within sh -c '[ $(geofed region list -o json | grep -c live) -ge {} ]'\n"
@@ -34,7 +36,7 @@ def _page(name: str) -> str:
 def _commands(page: str) -> str:
     """The shell blocks of a page, each followed by what a reader waits for: daemons, jobs that wait for approval."""
     script, agents = "", 0
-    for block in re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+    for block in blocks(page, "sh"):
         script += block
         if "geofed serve" in block:
             script += "within geofed list\n"
@@ -46,10 +48,9 @@ def _commands(page: str) -> str:
 
 def _two_regions() -> str:
     """Those of the README, in the folder `federation`."""
-    blocks = _blocks("sh")[:3]
     return (
         "cd federation\n"
-        + _commands("".join(f"```sh\n{block}```\n" for block in blocks))
+        + _commands("".join(f"```sh\n{block}```\n" for block in blocks(README, "sh")[:3]))
         + """
 export GEOFED_CONTEXT=$PWD/.geofed/control-plane/context.json SHARDS=$PWD/shards
 cd ..
@@ -62,13 +63,11 @@ def _run(name: str, tmp_path: Path, *, regions: bool, seconds: int = 600) -> str
     folder = tmp_path / name
     shutil.copytree(EXAMPLES / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "federation").mkdir()
-    (region,) = _blocks("yaml")
+    (region,) = blocks(README, "yaml")
     (folder / "federation" / "home.yaml").write_text(region)
-    script = PROLOGUE + (_two_regions() if regions else "") + _commands(_page(name))
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    environment.pop("GEOFED_CONTEXT", None)
-    argv = [*_own_network(), "bash", "-c", script]
-    done = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
+    script = PROLOGUE + END + (_two_regions() if regions else "") + _commands(_page(name))
+    argv = [*own_network(), "bash", "-c", script]
+    done = subprocess.run(argv, cwd=folder, env=environment(), capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-4000:]}"
     print(done.stdout, done.stderr[-2000:])
     return done.stdout + done.stderr

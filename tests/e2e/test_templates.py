@@ -241,6 +241,34 @@ def test_a_pipeline_in_full(running_pair: Running, tmp_path: Path, written: Path
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    ("template", "data", "dataset", "metric", "most"),
+    [
+        ("text", "text", "letters", "bits_per_character", 0.6),
+        ("sparse-logistic-regression", "sparse-logistic-regression", "clicks", "loss", 0.6),
+        ("matrix-factorisation", "matrix-factorisation", "ratings", "mse", 0.3),
+        ("llm-lora", "text", "letters", "loss", 3.4),
+    ],
+)
+def test_a_template_in_full(
+    running: Running, tmp_path: Path, written: Path, template: str, data: str, dataset: str, metric: str, most: float
+) -> None:
+    """As its page says: with the example data that is made, whose samples the region files state."""
+    shutil.copytree(TEMPLATES / template, written)
+    made, _ = make_data(data, "--regions", ",".join(REGIONS), "--out", str(tmp_path / "shards"))
+    held = {
+        region: {"splits": {split: {"uri": part["path"], "samples": part["samples"]} for split, part in parts.items()}}
+        for region, parts in made.items()
+    }
+    eventually(lambda: not any(counted(running, name, dataset) for name in REGIONS), "no offer", 20)
+    with offered(running, held, dataset):
+        eventually(lambda: all(counted(running, name, dataset).get("train") for name in REGIONS), "samples", 20)
+        ended = _run(running, written / "job.yaml")
+    print(template, ended["result"]["metrics"])
+    assert ended["result"]["metrics"][metric] < most
+
+
+@pytest.mark.soak
 def test_a_table_in_full(running: Running, tmp_path: Path, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(TEMPLATES / "tabular", written)
     with _with_data(running, REGIONS, "tabular", "customers", tmp_path) as made:

@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from geofed_pb.errors import GeofedError
 from region_agent import doctor
 from region_agent.config import RegionConfig
 from region_agent.doctor import examine
+from region_agent.link.identity import Identity
 from region_agent.partition.server_process import free_ports
 
 HOST = "127.0.0.1"
@@ -119,3 +121,39 @@ def test_the_doctor_looks_at_the_ports(tmp_path: Path, first: int, busy: int, ok
         findings = asyncio.run(examine(_region(tmp_path, (first, first + 3)), tmp_path))
     (ports,) = [finding for finding in findings if finding.name == "ports"]
     assert (ports.ok, says in ports.text) == (ok, True), ports
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertise", "ok", "says"),
+    [
+        (HOST, HOST, True, "127.0.0.1:{port} leads to this machine, tried from here"),
+        ("0.0.0.0", "127.0.0.3", True, "127.0.0.3:{port} leads to this machine, tried from here"),
+        ("127.0.0.2", "127.0.0.3", False, "127.0.0.3:{port} does not lead to this machine: "),
+        (HOST, "nowhere.invalid", False, "`advertise` is nowhere.invalid, which has no address: "),
+    ],
+)
+def test_the_doctor_connects_as_other_regions_do(
+    tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch, listen: str, advertise: str, ok: bool, says: str
+) -> None:
+    """Addresses of loopback in the place of those at which other machines reach this one."""
+    monkeypatch.setattr(doctor, "_is_own", lambda _: False)
+    config = _region(tmp_path, (first, first + 3)).model_copy(update={"advertise": advertise})
+    config = config.model_copy(update={"server": config.server.model_copy(update={"exchange_host": listen})})
+    (found,) = [one for one in asyncio.run(examine(config, tmp_path)) if one.name == "exchange"]
+    assert (found.ok, says.format(port=first + 1) in found.text) == (ok, True), found
+    assert ok or found.hint
+
+
+@pytest.mark.parametrize(("address", "ok"), [("127.0.0.1:7444", True), ("hub.example.com:7444", False)])
+def test_an_address_of_this_machine_alone_does_for_a_federation_on_it(
+    tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch, address: str, ok: bool
+) -> None:
+    monkeypatch.setattr(Identity, "joined", True)
+    monkeypatch.setattr(Identity, "federation", SimpleNamespace(address=address, region="east"))
+    told = doctor._exchange(_region(tmp_path, (first, first + 3)), Identity(tmp_path))
+    if ok:
+        assert asyncio.run(told) == "127.0.0.1, which only regions on this machine reach"
+        return
+    with pytest.raises(GeofedError, match="at which regions on other machines do not reach this one") as raised:
+        asyncio.run(told)
+    assert "region file" in raised.value.hint

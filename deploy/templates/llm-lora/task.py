@@ -1,7 +1,8 @@
 """A causal language model of which only LoRA adapters are trained. Plain PyTorch; change what you like.
 
-The model is a small GPT over bytes, made from the job's seed, so that it runs anywhere; `load` puts weights of yours in
-its place. Its frozen weights are never sent: regions compare their digests and exchange the adapters alone.
+The model is a small GPT over bytes, made from the job's seed, so that it runs anywhere; `train.initialModel` of the job
+file puts weights of yours in its place. Frozen weights are never exchanged: regions compare their digests and exchange
+the adapters alone.
 
 LoRA (Hu et al. 2022) adds B A to a frozen matrix. The mean of several regions' B times the mean of their A is not the
 mean of their products (FLoRA, Wang et al. 2024). With `train_a: false` all regions keep the same random A and train B
@@ -80,20 +81,9 @@ class LanguageModel(nn.Module):
         return (self.norm(hidden) @ self.tokens.weight.T).float()
 
 
-def load(module, config):
-    """Put pretrained weights into the frozen part. All regions must load the same ones."""
-    if config.get("weights"):
-        frozen = torch.load(config["weights"], weights_only=True)
-        missing, unexpected = module.load_state_dict(frozen, strict=False)
-        lacking = [name for name in missing if ".lora_" not in name]
-        if lacking or unexpected:
-            raise ValueError(f"{config['weights']}: lacks {lacking[:3]}, has {unexpected[:3]}")
-    return module
-
-
 def model(config):
     """Create the model."""
-    return load(LanguageModel(config), config)
+    return LanguageModel(config)
 
 
 class Windows(Dataset):

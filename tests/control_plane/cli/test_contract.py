@@ -312,6 +312,7 @@ def test_without_a_control_plane_there_is_an_envelope_too(
 
 @pytest.mark.parametrize("group", ["agent", "emulator"])
 def test_the_other_programs_are_groups_with_examples(group: str) -> None:
+    """The examples themselves are run in tests/e2e/test_first_hour.py and in tests/deploy/emulator/test_cli.py."""
     found = commands(typer.main.get_command(geofed.cli.app).commands[group])
     assert len(found) > 8
     for name, command in found.items():

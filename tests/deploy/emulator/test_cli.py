@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from support.timing import cpu_seconds
 
 from deploy.emulator import Emulator
-from deploy.emulator.cli import _quantity
+from deploy.emulator.cli import _quantity, app
 from geofed_pb.errors import GeofedError
 
 RATES = {"kbit": 1e-3, "mbit": 1.0, "": 1.0}
@@ -92,4 +93,21 @@ def test_a_day_at_the_command_line(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "calibration.json").read_text())["profile"] == "seed-2"
     finally:
         assert wan(tmp_path, "down").returncode == 0
+    assert wan(tmp_path, "status").returncode == 4
+
+
+@pytest.mark.netns
+@pytest.mark.usefixtures("emulator_works", "no_leaks")
+def test_the_examples_of_the_help_run_one_after_the_other(tmp_path: Path) -> None:
+    """All but `calibrate`, whose verdict is the machine's: it runs above, and in test_accuracy.py."""
+    shown = {command.callback.__name__.strip("_"): command.epilog for command in app.registered_commands}
+    assert set(shown) == {"up", "status", "exec", "set", "partition", "heal", "calibrate", "down", "profiles"}
+    for name, epilog in shown.items():
+        if name == "calibrate":
+            continue
+        words = shlex.split(epilog.removeprefix("Example: geofed emulator "))
+        done = wan(tmp_path, *words)
+        assert done.returncode == 0, (name, done.stderr)
+        if name == "exec":
+            assert "10." in done.stdout
     assert wan(tmp_path, "status").returncode == 4

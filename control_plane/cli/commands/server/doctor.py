@@ -13,7 +13,7 @@ import typer
 from control_plane._view import Data, bytes_text, job_view, region_view, time_text
 from control_plane.cli._connect import ask_control_plane, find_context
 from control_plane.cli._options import ContextFile, Output
-from control_plane.cli._output import emit
+from control_plane.cli._output import after, emit
 from control_plane.cli._settings import Format
 from geofed_pb.errors import OUTAGE, Exit, GeofedError
 
@@ -169,6 +169,6 @@ def _lines(findings: list[Data]) -> Iterator[str]:
     width = max(len(one["name"]) for one in findings)
     for one in findings:
         level = "FAIL" if not one["ok"] else "note" if one["hint"] else "ok"
-        yield f"{level:<4}  {one['name']:<{width}}  {one['text']}"
+        yield after(f"{level:<4}  {one['name']:<{width}}  ", one["text"])
         if one["hint"]:
-            yield f"{'':<{width + 8}}hint: {one['hint']}"
+            yield after(" " * (width + 8), f"hint: {one['hint']}")

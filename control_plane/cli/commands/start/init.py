@@ -197,7 +197,8 @@ def _say_next(folder: Path, names: list[str]) -> None:
     say("  geofed serve")
     for name in names:
         state, token = f"--state-dir .geofed/{name}", f"{name}.token"
-        say(f"  geofed region invite {name} > {token}; geofed agent join --token-file {token} {state}")
+        say(f"  geofed region invite {name} > {token}")
+        say(f"  geofed agent join --token-file {token} {state}")
         say(f"  geofed agent run --config {folder / f'{name}.yaml'} {state}")
     say(f"  geofed submit {folder / 'job' / 'job.yaml'} --watch")
     say("the prices in the region files are 0: state your own there before a plan's cost means anything")

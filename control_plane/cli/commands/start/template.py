@@ -56,8 +56,7 @@ def new(
         raise unwritable(Path(error.filename or folder), error) from None
     data = {"template": template, "name": name or template, "folder": str(folder), "files": written}
     emit(data, table=lambda shown: "\n".join(shown["files"]), name=lambda shown: str(shown["folder"]))
-    say("next:")
-    say(f"  read {folder / 'README.md'}; it describes the data that the task needs and how to make some")
+    say(f"{folder / 'README.md'} describes the data that the task needs, and how to make some; next:")
     say(f"  geofed validate {folder / 'job.yaml'}")
     say(f"  geofed submit {folder / 'job.yaml'} --watch")
 

@@ -14,7 +14,7 @@ from control_plane._view import SO_FAR, USAGE, Data, clock, event_view, log_view
 from control_plane.cli._completion import complete_region
 from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, Output
-from control_plane.cli._output import columns, emit, emit_line, fitted, say
+from control_plane.cli._output import after, columns, emit, emit_line, fitted, say
 from control_plane.cli._settings import Format, settings, stdout_is_terminal
 from control_plane.cli.commands.jobs import JobArgument
 from geofed_pb.errors import GeofedError
@@ -151,7 +151,7 @@ def _show(context: Path | None, stream: Stream, line_of: Callable[[Data], str], 
 
 
 def _event_line(event: Data) -> str:
-    return f"{event['cursor']:>6}  {clock(event['at'])}  {event['kind']:<20}  {event['text']}"
+    return after(f"{event['cursor']:>6}  {clock(event['at'])}  {event['kind']:<20}  ", event["text"])
 
 
 def _log_line(line: Data) -> str:
