@@ -22,6 +22,7 @@ from geofed_pb.fork_server import ExecStarter, Starter
 from geofed_pb.logs import describe_process
 from geofed_pb.rpc import to_proto
 from geofed_pb.tasks import awaited, background
+from geofed_pb.tracing import flush
 from geofed_pb.v1 import agent_pb2
 from region_agent.approvals import Approvals
 from region_agent.capacity import preemptible_workers
@@ -40,7 +41,7 @@ from region_agent.partition.billing import invocation_amounts
 from region_agent.partition.calls import gpus_of
 from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.partition.events import ActionFailed, PublishAsked, RecordEvent, Scaled, Stopped
-from region_agent.partition.runner import PartitionContext, PartitionRunner
+from region_agent.partition.runner import TRACING, PartitionContext, PartitionRunner
 from region_agent.partition.shards import SHARDS
 from region_agent.policy import (
     check_isolation,
@@ -688,3 +689,4 @@ async def run(config: RegionConfig, state_dir: Path, log_format: str, config_fil
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, agent.stopped.set)
     await agent.run()
+    await asyncio.to_thread(flush, TRACING)

@@ -23,13 +23,15 @@ connections that have ended after long. Such a collection takes as long as any o
 @contextmanager
 def collected_later() -> Iterator[None]:
     """Collect nothing within the block, for work that makes many objects that stay. Collections while it runs would
-    take more time than the work itself."""
+    take more time than the work itself, and so would the one that follows: what is there at the end is left out of
+    collections, until `short_collections` ends."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            gc.freeze()
             gc.enable()
 
 

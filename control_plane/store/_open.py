@@ -90,7 +90,8 @@ def _engine(url: str) -> tuple[Engine, Callable[[], None]]:
         if parsed.drivername.startswith("sqlite"):
             engine = create_engine(parsed)
         else:
-            given = {"connect_timeout": CONNECT_SECONDS, "options": _POSTGRES_OPTIONS}
+            # A database without an encoding, as a cluster made without a locale has, would return bytes for texts.
+            given = {"connect_timeout": CONNECT_SECONDS, "options": _POSTGRES_OPTIONS, "client_encoding": "utf8"}
             arguments = {name: value for name, value in given.items() if name not in parsed.query}
             engine = create_engine(parsed, pool_pre_ping=True, connect_args=arguments)
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import importlib
 import json
 import re
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 from control_plane.tracking._points import Point, points_of
 from control_plane.tracking._spans import Span, Spans
 from geofed_pb.errors import GeofedError, install_hint
+from geofed_pb.tracing import span_of, trace_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -261,8 +261,8 @@ class _Traces:
         """The same IDs each time, so that a job that is sent again has one trace."""
         from opentelemetry.trace import SpanContext, TraceFlags
 
-        trace, span = (hashlib.sha256(text.encode()).digest() for text in (self._job, f"{self._job}/{key}"))
-        return SpanContext(int.from_bytes(trace[:16]), int.from_bytes(span[:8]), False, TraceFlags(TraceFlags.SAMPLED))
+        flags = TraceFlags(TraceFlags.SAMPLED)
+        return SpanContext(trace_of(self._job), span_of(self._job, key), False, flags)
 
     def close(self, view: dict[str, Any]) -> None:
         try:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from geofed_pb.tracing import partition_key, round_key
+
 _MAX_NOTES = 1000
 """Events that one span has at most; of a job that runs for weeks, later ones are counted only."""
 _ENDED_BY = {
@@ -74,7 +76,7 @@ class Spans:
         if name := _ENDED_BY.get(kind):
             ended += self._ended(name, at)
         if kind in ("partition.state", "partition.round"):
-            key = f"region/{region}"
+            key = partition_key(region)
             self._begin(key, "", "partition", at, {"geofed.region": region})
             if kind == "partition.state":
                 ended += self._state(key, region, event, at)
@@ -83,7 +85,7 @@ class Spans:
         if kind != "partition.round":
             self._note(kind, region, at, event)
         if region:
-            self._last[f"region/{region}"] = at
+            self._last[partition_key(region)] = at
         if event["terminal"]:
             ended += self._all(kind, event["text"], at)
         return ended
@@ -125,11 +127,11 @@ class Spans:
         began = self._round_began.get(key, self._open[key].start)
         self._round_began[key] = at
         return Span(
-            f"{key}/round/{data['round']}", key, "round", began, at, {"geofed.region": region, **_attributes(data)}
+            round_key(region, data["round"]), key, "round", began, at, {"geofed.region": region, **_attributes(data)}
         )
 
     def _note(self, kind: str, region: str, at: float, event: Mapping[str, Any]) -> None:
-        span = self._open.get(f"region/{region}", self._open[""])
+        span = self._open.get(partition_key(region), self._open[""])
         if len(span.notes) >= _MAX_NOTES:
             span.attributes["geofed.left_out"] = int(span.attributes.get("geofed.left_out", 0)) + 1
             return

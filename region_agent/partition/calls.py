@@ -377,4 +377,5 @@ def server_config_of(
         revoked_file=identity.revoked_file,
         privacy_ledger=ledger if is_private(plan) else None,
         stated_bins=_stated_bins(start.task) if is_private(plan) else {},
+        traceparent=start.traceparent,
     )

@@ -19,6 +19,7 @@ import structlog
 from geofed_pb.errors import CATALOGUE, GeofedError, unforeseen_as_internal
 from geofed_pb.fork_server import ExecStarter, Starter
 from geofed_pb.tasks import awaited, background
+from geofed_pb.tracing import JobTrace
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient
@@ -95,9 +96,11 @@ from region_agent.worker.invocation import CALL_GRACE, Outcome
 from sync.ps.config import PsConfig
 from sync.transport.sockets import DIAL_FAULT
 
-__all__ = ["PartitionContext", "PartitionRunner"]
+__all__ = ["TRACING", "PartitionContext", "PartitionRunner"]
 
 _log = structlog.get_logger("geofed.partition")
+TRACING = "geofed-region-agent"
+"""Name of the agent in traces."""
 _RESOLVE_SECONDS = 60.0
 """Interval at which the host names of other regions' servers are resolved again."""
 _RESOLVE_AGAIN_SECONDS = 5.0
@@ -205,6 +208,7 @@ class PartitionRunner:
     def __init__(self, context: PartitionContext, start: agent_pb2.StartPartition) -> None:
         self._context, self.start = context, start
         self.job = start.job
+        self._trace = JobTrace.of(start.traceparent, start.job, TRACING, region=start.region)
         self._task_config = _task_config_of(start)
         self._row = row = _stored_row(context.store, start.job)
         self.machine = _machine_of(start, row)
@@ -476,7 +480,8 @@ class PartitionRunner:
         await self._shards.receive(self._run)
         await self._invocations.sign_splits()
         self._run(self._digests.compute())
-        folder = await context.fetch_task(task.bundle_digest)
+        with self._trace.span("fetch task"):
+            folder = await context.fetch_task(task.bundle_digest)
         # The parameter server reads this file when the first worker connects, which is later.
         if (initial := initial_model_file(self.start, self._folder)) is not None:
             if task.initial_uri:
@@ -497,8 +502,9 @@ class PartitionRunner:
         await asyncio.to_thread(self._invocations.prepare_channel, folder)
         await self._function.give_secrets()
         self._function.grants = await asyncio.to_thread(self._invocations.grants)
-        await self._function.deploy()
-        await self._function.wait_ready()
+        with self._trace.span("deploy function"):
+            await self._function.deploy()
+            await self._function.wait_ready()
         if ships_logs(context.config, task.dataset, plan):
             self._run(self._logs.follow())
         elif context.config.policy.ship_logs is None:
@@ -536,7 +542,8 @@ class PartitionRunner:
                 log_format=self._context.log_format,
                 starter=self._context.starter,
             )
-            await ps.start()
+            with self._trace.span("start server", attempt=action.attempt):
+                await ps.start()
             self._context.store.keep_attempt(self.job, action.attempt)
             reason = await self._while_ps_runs(ps)
         except GeofedError as error:
@@ -653,7 +660,8 @@ class PartitionRunner:
         failure: GeofedError | None = None
         outcome: Outcome | None = None
         try:
-            outcome = await self._function.call(action.worker, body)
+            with self._trace.span("invocation", worker=action.worker, attempt=action.attempt):
+                outcome = await self._function.call(action.worker, body)
         except GeofedError as error:
             failure = error
         finally:
@@ -692,7 +700,8 @@ class PartitionRunner:
     async def _publish(self) -> None:
         if self._ps is None:
             raise GeofedError("UNAVAILABLE", "the parameter server is not running")
-        digest = await self._context.publish_model(self.job, self._ps, 0)
+        with self._trace.span("upload model"):
+            digest = await self._context.publish_model(self.job, self._ps, 0)
         self.feed(Published(digest))
 
     async def _keep(self, round_: int) -> None:

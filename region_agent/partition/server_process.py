@@ -255,8 +255,8 @@ def _environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        # From AWS_* variables an SDK takes the credentials of the region's channel.
-        if name in ("PATH", "LANG", "HOME", "TMPDIR", "PYTHONPATH") or name.startswith("AWS_")
+        # From AWS_* variables an SDK takes the credentials of the region's channel, OTEL_* ones name a collector.
+        if name in ("PATH", "LANG", "HOME", "TMPDIR", "PYTHONPATH") or name.startswith(("AWS_", "OTEL_"))
     }
     # One thread is enough: the server waits far more than it computes.
     return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

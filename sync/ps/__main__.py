@@ -25,6 +25,7 @@ from geofed_pb.logs import LOG_FORMATS, configure_logs, describe_process
 from geofed_pb.rpc import read_pem, server_options
 from geofed_pb.security.access import AccessInterceptor
 from geofed_pb.tasks import awaited, background
+from geofed_pb.tracing import JobTrace, flush
 from geofed_pb.v1 import sync_pb2_grpc, worker_pb2_grpc
 from sync.codec import MaskedIntegers, codec_named
 from sync.ps.config import PsConfig, read_config
@@ -48,6 +49,8 @@ from sync.transport.revoked import RevokedSerials
 from sync.transport.sockets import Tls
 from sync.wan import ExchangeSettings, policy_of
 
+_TRACING = "geofed-parameter-server"
+"""Name of the server in traces."""
 _STOP_GRACE_SECONDS = 2.0
 """How long calls under way may take when the server stops."""
 
@@ -58,6 +61,9 @@ async def serve(config: PsConfig) -> None:
     identity = functools.partial(_identity, config, revoked)
     identity()
     engine = _engine(config)
+    engine.trace = JobTrace.of(config.traceparent, config.job, _TRACING, region=config.region)
+    # Of a collector that is away the agent's log tells; a server's log is the job's.
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     describe_process(round=lambda: max(0, engine.machine.sequence))
     links = PeerLinks(engine, config, identity)
     admin = AdminService(engine, config, links)
@@ -92,6 +98,7 @@ async def serve(config: PsConfig) -> None:
     await links.close()
     await asyncio.gather(workers.stop(_STOP_GRACE_SECONDS), exchange.stop(_STOP_GRACE_SECONDS))
     await engine.close()
+    await asyncio.to_thread(flush, _TRACING)
     if engine.failed is not None:
         raise engine.failed
 

@@ -90,6 +90,8 @@ class PsConfig(BaseModel):
     stated_bins: dict[str, tuple[float | str, ...]] = {}
     """Lists of the job's ``task.config``, by their keys: bin edges, or categories, of the histogram of that name. Used
     where the noise is on counts."""
+    traceparent: str = ""
+    """W3C trace context of the partition; empty: no spans are wanted."""
     stall_seconds: float = 30.0
     """Timeout of a transfer without progress; it is then resumed."""
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.tasks import background
+from geofed_pb.tracing import JobTrace, round_key
 from sync.codec import codec_named
 from sync.layout import Layout, Vector
 from sync.ps.controller import Controller
@@ -91,6 +92,8 @@ class Engine:
         """What the rounds have taken since the start, up to the last completed one: seconds by the fields of
         ``RoundTime``."""
         self._timed = 0
+        self.trace = JobTrace()
+        """What the rounds took, as spans."""
         self.patience_seconds = math.inf
         """How long the same update of another region may be awaited before the server fails."""
         self._called_at = time.monotonic()
@@ -262,6 +265,7 @@ class Engine:
             self.on_reproduced(first)
 
     async def _in_thread(self, action: Action) -> None:
+        began = time.time()
         try:
             loop = asyncio.get_running_loop()
             event = await loop.run_in_executor(self._disk, self.executor.do, action, self.machine.attempt)
@@ -272,10 +276,19 @@ class Engine:
             _log.exception("%s failed", type(action).__name__)
             self.fail(GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
             return
+        self._trace_round(action, began)
         if event is not None:
             self.feed(event)
             if isinstance(event, UpdatesMerged):
                 self._steer(event.apply.sequence)
+
+    def _trace_round(self, action: Action, began: float) -> None:
+        """Send the span of what was done for a round. The initial model, 0, is of none."""
+        if isinstance(action, StoreOwnUpdate | MergeUpdates):
+            name = "merge" if isinstance(action, MergeUpdates) else "make update"
+            region, number = self.executor.setup.region, action.sequence
+            under = round_key(region, number) if number else ""
+            self.trace.add(name, began, {"round": number}, under=under)
 
     def _steer(self, sequence: int) -> None:
         """Pass a round's measurements to the controller, and apply its choice from the next round on."""

@@ -18,8 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from control_plane.server import ServeConfig, serve
+from control_plane.serving._garbage import collected_later
 from geofed_pb.logs import configure_logs
+
+with collected_later():  # like the command
+    from control_plane.server import ServeConfig, serve
 
 SLOW_SECONDS = 0.020
 """Processor time that a callback may take."""

@@ -63,11 +63,15 @@ def test_what_survives_a_full_collection_is_not_looked_at_again() -> None:
     assert (gc.get_threshold(), gc.callbacks, gc.get_freeze_count()) == (before, callbacks, 0)
 
 
-def test_nothing_is_collected_while_the_state_is_read() -> None:
+def test_nothing_is_collected_while_the_state_is_read_nor_looked_at_right_after() -> None:
     assert gc.isenabled()
     with collected_later():
+        read = [[number] for number in range(1000)]
         assert not gc.isenabled()
         with collected_later():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
+    seen = {id(one) for one in gc.get_objects()}
+    assert not any(id(one) in seen for one in read)
+    gc.unfreeze()

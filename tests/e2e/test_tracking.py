@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import signal
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.collector import running_collector
 from support.processes import alive, family, running_as
 from support.running import Federation, Running, digits_sites, eventually
 
@@ -50,3 +53,43 @@ def test_jobs_are_written_where_the_control_plane_and_they_themselves_say(tmp_pa
         )
         (tracker,) = running_as("-m control_plane.tracking", family(federation.processes["control-plane"].pid))
     assert not alive(tracker), "it ends with the control plane"
+
+
+def test_a_job_is_one_trace_over_control_plane_agents_and_parameter_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_collector() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        options, sites = ("--track", collector.place), digits_sites(tmp_path, ["a", "b"])
+        with Federation(tmp_path / "federation", sites, serve_options=options) as federation:
+            running = Running(federation, tmp_path / "jobs")
+            untraced = running.submit("train.end.epochs=2", "tracking=[]")
+            job = running.submit("train.end.epochs=2")
+            for one in (untraced, job):
+                assert running.wait_end(one)["state"] == "succeeded"
+            names = ("job", "upload model")
+            eventually(lambda: set(names) <= {span.name for span in collector.spans}, "the job's last spans are sent")
+        agents = {federation.processes[name].pid for name in ("a", "b")}
+    sent = collector.spans_of_services
+    assert len({span.trace_id for _, span in sent}) == 1
+    services = {service for service, _ in sent}
+    assert services >= {"geofed", *(f"geofed-region-agent/{pid}" for pid in agents)}
+    assert Counter(service.partition("/")[0] for service in services) == {
+        "geofed": 1, "geofed-region-agent": 2, "geofed-parameter-server": 2,
+    }  # fmt: skip
+    by_id = {span.span_id: span for _, span in sent}
+    parents = {(span.name, by_id[span.parent_span_id].name) for _, span in sent if span.parent_span_id}
+    assert parents == {
+        ("plan", "job"), ("start", "job"), ("publish", "job"), ("partition", "job"), ("prepare", "partition"),
+        ("round", "partition"), ("fetch task", "partition"), ("deploy function", "partition"),
+        ("start server", "partition"), ("invocation", "partition"), ("upload model", "partition"),
+        ("make update", "partition"), ("merge", "partition"), ("make update", "round"), ("merge", "round"),
+    }  # fmt: skip
+    for _, span in sent:
+        told, parent = attributes(span), attributes(by_id.get(span.parent_span_id, span))
+        if span.name in ("make update", "merge") and parent.get("geofed.round"):
+            assert (told["geofed.region"], told["geofed.round"]) == (parent["geofed.region"], parent["geofed.round"])
+
+
+def attributes(span: Any) -> dict[str, str]:
+    return {one.key: str(one.value) for one in span.attributes}

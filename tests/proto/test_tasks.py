@@ -54,6 +54,7 @@ STARTS_TASKS = {"create_task", "ensure_future", "TaskGroup", "start_soon"}
 THREADS = {
     "control_plane/service/state/_leading.py",  # its pool's results are awaited
     "control_plane/tracking/_track.py",  # its pool's results are awaited
+    "proto/geofed_pb/tracing.py",  # last spans of a process; the exporter logs its errors
     "region_agent/gateway/container.py",  # accept, and the signals that end the process
     "region_agent/gateway/dial_out.py",  # a connection is opened anew; after too many failures the process ends
     "region_agent/gateway/embedded/containers.py",  # whatever ends a thread, its container is told to have ended

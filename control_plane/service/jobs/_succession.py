@@ -149,7 +149,7 @@ class Succession:
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             for known in (self._evaluated, self._paces):
-                for gone in known.keys() - self._federation.jobs.keys():
+                for gone in [job for job in known if job not in self._federation.jobs]:
                     del known[gone]
             for number, job in enumerate(list(self._federation.changes.index.may_be_replanned)):
                 if number % _CHECKED_AT_ONCE == 0:

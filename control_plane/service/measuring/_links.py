@@ -45,6 +45,8 @@ def _is_possible(link: LinkReport) -> bool:
 
 def with_measured(region: Region, state: RegionState) -> Region:
     """Return a region with its measured links beside the stated ones; what an operator states counts."""
+    if not state.measured:
+        return region
     stated = {link.destination for link in region.links}
     more = [Link(region.name, one.destination, one.rtt_ms, one.mbps) for one in state.measured]
     more = [link for link in more if link.destination not in stated]

@@ -128,7 +128,7 @@ class Allocation:
 
     def _queue_up(self, draft: Draft) -> None:
         for known in (self._watched, self._held, self._gang_cache):
-            for gone in known.keys() - draft.jobs.keys():
+            for gone in [job for job in known if job not in draft.jobs]:
                 del known[gone]
         if not self._waiting:
             self._waiting = dict.fromkeys(draft.jobs)

@@ -298,7 +298,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
     async def _deleted_jobs(self, message: agent_pb2.FromAgent) -> set[str]:
         """Return the jobs of an event or of log lines that do not exist, as after their deletion."""
         named = {message.happening.job, *(record.job for record in message.logs.records)} - {""}
-        ended = named - self._federation.jobs.keys()
+        # The difference from a view of keys would look at all jobs.
+        ended = {job for job in named if job not in self._federation.jobs}
         return ended - await self._federation.read(lambda store: store.existing(ended)) if ended else ended
 
     def _apply_body(self, draft: Draft, region: str, message: agent_pb2.FromAgent, deleted: set[str]) -> None:

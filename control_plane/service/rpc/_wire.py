@@ -58,6 +58,7 @@ from geofed_pb.bounds import (
     clean,
 )
 from geofed_pb.errors import CATALOGUE
+from geofed_pb.tracing import partition_key, traceparent
 from geofed_pb.user_code.recording import RESERVED
 from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
 from scheduler import PipelineShape, Plan, PlannedPartition
@@ -312,6 +313,8 @@ def _peers(action: SendPeers, row: JobRow, known: Callable[[str], RegionState]) 
 
 def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_pb2.StartPartition:
     part = next(part for part in plan.partitions if part.region == action.region)
+    # Whether there is a collector is for each process to know.
+    traced = spec.tracking == "all" or "otlp" in spec.tracking
     return agent_pb2.StartPartition(
         job=row.id,
         region=action.region,
@@ -343,6 +346,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             gpus=str(spec.function.gpus),
         ),
         plan=_partition_plan(part, plan),
+        traceparent=traceparent(row.id, partition_key(action.region), wanted=traced),
         regions=sorted(part.region for part in plan.partitions),
         resumed=action.resumed,
     )

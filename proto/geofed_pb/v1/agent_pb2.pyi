@@ -150,7 +150,7 @@ class ReportAck(_message.Message):
     def __init__(self, seq: _Optional[int] = ...) -> None: ...
 
 class StartPartition(_message.Message):
-    __slots__ = ("job", "region", "epoch", "task", "plan", "regions", "resumed")
+    __slots__ = ("job", "region", "epoch", "task", "plan", "regions", "resumed", "traceparent")
     JOB_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,7 @@ class StartPartition(_message.Message):
     PLAN_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     job: str
     region: str
     epoch: int
@@ -165,7 +166,8 @@ class StartPartition(_message.Message):
     plan: PartitionPlan
     regions: _containers.RepeatedScalarFieldContainer[str]
     resumed: bool
-    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ..., resumed: bool = ...) -> None: ...
+    traceparent: str
+    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ..., resumed: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class TaskRef(_message.Message):
     __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env", "precision", "accumulate", "local", "initial_job", "initial_holds", "secrets", "requirements", "clients", "initial_uri", "evaluates_only", "image", "initial_adapter", "compile", "gpus")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from support.collector import Collector, running_collector
 
 from control_plane.tracking import _sinks, open_sink
 from control_plane.tracking._spans import Spans
@@ -116,64 +114,15 @@ def test_what_is_noted_of_a_long_job_is_bounded() -> None:
     assert (len(job.notes), job.attributes["geofed.left_out"]) == (1000, 502)
 
 
-class Collector(ThreadingHTTPServer):
-    """Takes spans by OpenTelemetry's protocol, or refuses them."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Taking)
-        self.requests: list[Any] = []
-        self.paths: list[str] = []
-        self.status = 200
-
-    @property
-    def url(self) -> str:
-        return f"otlp:http://127.0.0.1:{self.server_address[1]}"
-
-    @property
-    def spans(self) -> list[Any]:
-        return [
-            span
-            for request in self.requests
-            for of_resource in request.resource_spans
-            for of_scope in of_resource.scope_spans
-            for span in of_scope.spans
-        ]
-
-
-class _Taking(BaseHTTPRequestHandler):
-    server: Collector
-
-    def do_POST(self) -> None:
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers.get("Content-Encoding") == "gzip":
-            body = gzip.decompress(body)
-        self.server.paths.append(self.path)
-        if self.server.status == 200:
-            self.server.requests.append(ExportTraceServiceRequest.FromString(body))
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    with Collector() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with running_collector() as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_a_job_that_is_sent_again_has_one_trace(collector: Collector) -> None:
     for _ in range(2):
-        sink = open_sink(collector.url, "job-1")
+        sink = open_sink(collector.place, "job-1")
         for one in COURSE:
             sink.write(one)
         sink.close({})
@@ -195,7 +144,7 @@ def test_a_job_that_is_sent_again_has_one_trace(collector: Collector) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_collector_that_refuses_is_an_error(collector: Collector) -> None:
     collector.status = 400
-    sink = open_sink(f"{collector.url}/otlp/traces", "job-1")
+    sink = open_sink(f"{collector.place}/otlp/traces", "job-1")
     for one in COURSE:
         sink.write(one)
     with pytest.raises(GeofedError, match="no collector takes the spans at http") as raised:
@@ -209,7 +158,7 @@ def test_a_collector_that_refuses_is_an_error(collector: Collector) -> None:
 def test_a_collector_that_was_away_gets_all_spans_once(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sinks, "_SEND_SECONDS", 0.0)
     collector.status = 400
-    sink = open_sink(collector.url, "job-1")
+    sink = open_sink(collector.place, "job-1")
     for one in COURSE[:7]:
         sink.write(one)
     collector.status = 200
@@ -224,7 +173,7 @@ def test_the_trace_of_a_job_has_its_regions_and_rounds(
     live: Federation, run: Run, job_file: str, collector: Collector
 ) -> None:
     job = run("submit", job_file, "--wait", "-o", "name").out.strip()
-    assert run("track", job, collector.url, "--follow", "-o", "json").data["state"] == "succeeded"
+    assert run("track", job, collector.place, "--follow", "-o", "json").data["state"] == "succeeded"
     spans = collector.spans
     assert {"job", "plan", "start", "partition", "round", "publish"} <= {span.name for span in spans}
     of = {one.key: one.value.string_value for span in spans if span.name == "job" for one in span.attributes}

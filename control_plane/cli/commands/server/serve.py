@@ -68,8 +68,11 @@ def serve(
     """Run the control plane."""
     import asyncio
 
-    from control_plane import server
+    from control_plane.serving._garbage import collected_later
     from geofed_pb.logs import configure_logs
+
+    with collected_later():
+        from control_plane import server
 
     configure_logs(log_format)
     config = server.ServeConfig(
