@@ -29,7 +29,10 @@ BAR, AIM = 0.90, 0.97
 FULL = {"width": 768, "blocks": 12, "heads": 12, "vocabulary": 50257, "length": 512}
 TRIAL = {"width": 64, "blocks": 2, "heads": 4, "vocabulary": 256, "length": 32}
 MEMORY_MB = 16384
-STEPS, QUICK_STEPS, ALONE_STEPS = 3000, 1000, 200
+STEPS, ALONE_STEPS = 100_000, 200
+"""Of the job, which is cancelled before, and of a process of plain PyTorch."""
+SECONDS, QUICK_SECONDS = 180.0, 60.0
+"""That steps of the job are counted for."""
 JOB = """
 apiVersion: geofed/v1
 kind: TrainingJob
@@ -106,16 +109,16 @@ def main() -> int:
         print("this machine has no GPU that PyTorch sees; --trial runs a tiny model on the CPU", file=sys.stderr)
         return 2
     report = Report("large_models_gpu", given.quick)
-    config, steps, bound_steps = (TRIAL, 150, 50) if given.trial else (FULL, STEPS, ALONE_STEPS)
-    steps = min(steps, QUICK_STEPS) if given.quick else steps
+    config, bound_steps = (TRIAL, 50) if given.trial else (FULL, ALONE_STEPS)
     device = "cpu" if given.trial else "cuda"
-    job = JOB.replace("CONFIG", str(config).replace("'", "")).replace("STEPS", str(steps))
+    job = JOB.replace("CONFIG", str(config).replace("'", "")).replace("STEPS", str(STEPS))
+    seconds = QUICK_SECONDS if given.quick else SECONDS
     bound = alone(plain, config, device, bound_steps)
     with tempfile.TemporaryDirectory(prefix="geofed-gpu-") as place:
         folder = Path(place)
         made = sites(folder, memory_mb=1024 if given.trial else MEMORY_MB)
         with LocalFederation(folder / "federation", made) as federation:
-            found = speed_of(Running(federation, folder), folder / "large-model", TASK, job)
+            found = speed_of(Running(federation, folder), folder / "large-model", TASK, job, seconds)
     share = found["steps_per_second"] / bound
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     report.runs.append(

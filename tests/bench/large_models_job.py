@@ -2,13 +2,15 @@
 and `large_models_gpu.py`.
 
 Steps are counted from the events of the job, of the slowest region: from the first event after which all regions have
-ended two rounds, since before that a model may travel that all begin with, to the last but one.
+ended two rounds, since before that a model may travel that all begin with, to the last one. The job is a long one, as a
+large model needs, and is cancelled once enough of it was seen: plans of short ones give up time for learning.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import sys
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +29,8 @@ _SAMPLES = 20_000
 """Of each region, as its file states."""
 _WARM_ROUNDS = 2
 _PATIENCE_SECONDS = 900.0
+_POLL_SECONDS = 5.0
+"""Between two looks at the job: each is a process."""
 _SPENT = ("compute_seconds", "merge_seconds", "exchange_seconds", "wait_seconds", "evaluate_seconds")
 
 
@@ -47,22 +51,36 @@ def sites(folder: Path, *, memory_mb: int) -> list[RegionSite]:
     return made
 
 
-def speed_of(running: Running, place: Path, task: str, job: str) -> dict[str, Any]:
-    """Submit a job, and wait for its end; returns its plan, its steps a second, and where its time went."""
+def speed_of(running: Running, place: Path, task: str, job: str, seconds: float) -> dict[str, Any]:
+    """Submit a job, count its steps for so many seconds once it is warm, and cancel it.
+
+    Returns its plan, its steps a second, and where its time went.
+    """
     place.mkdir()
     (place / "task.py").write_text(task)
     (place / "job.yaml").write_text(job)
-    submitted = running.federation.control_plane("submit", str(place / "job.yaml"), "-o", "name", timeout=300)
-    ended = running.wait_end(submitted.stdout.strip(), seconds=_PATIENCE_SECONDS)
-    if ended["state"] != "succeeded":
-        raise SystemExit(f"the job has {ended['state']}: {ended['error']}")
-    events = [
+    control_plane = running.federation.control_plane
+    name = control_plane("submit", str(place / "job.yaml"), "-o", "name", timeout=300).stdout.strip()
+    ends = time.monotonic() + _PATIENCE_SECONDS
+    warm_until = 0.0
+    while not warm_until or time.monotonic() < warm_until:
+        time.sleep(_POLL_SECONDS)
+        now = running.describe(name)
+        if now["finished_at"] or time.monotonic() > ends:
+            raise SystemExit(f"the job is {now['state']}: {now['error']}")
+        if not warm_until and min((part["round"] for part in now["partitions"]), default=0) >= _WARM_ROUNDS:
+            warm_until = time.monotonic() + seconds
+    told = running.events(name)
+    control_plane("cancel", name, "--yes")
+    running.wait_end(name)
+    rounds = [
         {**event, "at": datetime.fromisoformat(event["at"]).timestamp()}
-        for event in running.events(ended["id"])
+        for event in told
         if event["kind"] == "partition.round"
     ]
-    plan = {key: ended["plan"][key] for key in ("interval", "codec", "topology")}
-    return {"plan": plan, "estimate": ended["plan"]["estimate"], "result": ended["result"], **_speed(events)}
+    plan = {key: now["plan"][key] for key in ("interval", "codec", "topology")}
+    decisions = [event["text"] for event in told if event["kind"] == "wan.decision"]
+    return {"plan": plan, "estimate": now["plan"]["estimate"], "decisions": decisions, **_speed(rounds)}
 
 
 def _speed(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -71,7 +89,7 @@ def _speed(events: list[dict[str, Any]]) -> dict[str, Any]:
     speeds: dict[str, float] = {}
     parts: dict[str, dict[str, float]] = {}
     for name, own in by_region.items():
-        counted = [event for event in own if event["at"] >= warm][:-1]
+        counted = [event for event in own if event["at"] >= warm]
         seconds = counted[-1]["at"] - counted[0]["at"]
         speeds[name] = (counted[-1]["data"]["step"] - counted[0]["data"]["step"]) / seconds
         parts[name] = {key: sum(event["data"].get(key) or 0.0 for event in counted[1:]) for key in _SPENT}

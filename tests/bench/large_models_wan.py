@@ -4,6 +4,10 @@ Three regions in the emulator, 100 Mbit/s and 30 ms between each two, with the r
 user submits it, everything about the exchange is `auto`. Its tensors are those of GPT-2 with 124 million parameters. A
 step is a sleep of 100 ms, in which it changes a tenth of the model. It is compared with three loops of the same steps,
 a process each, that run at the same time before the job and exchange nothing.
+
+With `--quick` the model has a width of 256 instead of 768, 90 MB, and links are slower in proportion, so that an update
+takes as long. At full size a region takes 7 GB (worker, parameter server and channel); with less memory than that free
+for each of the three it is not run.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from large_models_job import REGIONS, alone, sites, speed_of
 from report import Bar, Report
 from support.running import Running
@@ -24,7 +29,13 @@ from deploy.local import LocalFederation
 __all__ = ["measure_wan"]
 
 _MBPS, _RTT_MS, _STEP_MS = 100.0, 30.0, 100.0
-_STEPS, _QUICK_STEPS = 1500, 600
+_WIDTH, _QUICK_WIDTH = 768, 256
+_NEEDED_BYTES = 3 * 7e9
+"""Memory that three regions take at full size."""
+_STEPS = 100_000
+"""Of the job, which is cancelled before."""
+_SECONDS, _QUICK_SECONDS = 180.0, 60.0
+"""That steps are counted for."""
 _ALONE_STEPS = 50
 _MEMORY_MB = 4096
 _SHARE, _AIM = 0.90, 0.97
@@ -48,7 +59,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 SECONDS = STEP_SECONDS
-WIDTH, BLOCKS = 768, 12
+WIDTH, BLOCKS = MODEL_WIDTH, 12
 PIECE = 1 << 20
 
 
@@ -114,33 +125,52 @@ def optimizer(parameters, config):
 def measure_wan(report: Report, *, quick: bool) -> None:
     """Run the job, and compare; nothing is measured where no WAN can be emulated."""
     reason = Emulator.supported()
+    if reason is None and not quick and (free := psutil.virtual_memory().available) < _NEEDED_BYTES:
+        reason = f"three regions take {_NEEDED_BYTES / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free"
     if reason is not None:
-        print(f"steps over a WAN are not measured, the emulator cannot run here: {reason}")
+        print(f"steps over a WAN are not measured: {reason}")
         report.details["wan_not_run"] = reason
         return
-    task = _TASK.replace("STEP_SECONDS", str(_STEP_MS / 1e3))
-    job = _JOB.replace("STEPS", str(_QUICK_STEPS if quick else _STEPS))
+    width = _QUICK_WIDTH if quick else _WIDTH
+    task = _TASK.replace("STEP_SECONDS", str(_STEP_MS / 1e3)).replace("MODEL_WIDTH", str(width))
+    size, mbps = 4e-6 * _parameters(width), _MBPS * _parameters(width) / _parameters(_WIDTH)
+    job = _JOB.replace("STEPS", str(_STEPS))
+    seconds = _QUICK_SECONDS if quick else _SECONDS
     bound = alone(_loop, task)
     with tempfile.TemporaryDirectory(prefix="geofed-large-") as place:
         folder = Path(place)
-        with Emulator(_profile(), state_dir=folder / "emulator") as emulator:
+        with Emulator(_profile(mbps), state_dir=folder / "emulator") as emulator:
             report.details["backend"] = emulator.backend
             made = sites(folder, memory_mb=_MEMORY_MB)
             with LocalFederation(folder / "federation", made, emulator=emulator) as federation:
-                found = speed_of(Running(federation, folder), folder / "large-model", task, job)
+                found = speed_of(Running(federation, folder), folder / "large-model", task, job, seconds)
     share = found["steps_per_second"] / bound
-    report.runs.append({"what": "wan", "alone": bound, "share": share, "load": os.getloadavg()[0], **found})
+    report.runs.append(
+        {
+            "what": "wan",
+            "megabytes": size,
+            "mbps": mbps,
+            "alone": bound,
+            "share": share,
+            "load": os.getloadavg()[0],
+            **found,
+        }
+    )
     plan = " ".join(f"{name} {value}" for name, value in found["plan"].items())
     print(f"without communication {bound:.2f} steps/s, with {found['steps_per_second']:.2f} ({share:.3f}); {plan}")
     for name, part in found["parts"].items():
         told = ", ".join(f"{key.removesuffix('_seconds')} {value:.1f}" for key, value in part.items())
         print(f"  {name}: {told} s")
-    report.bars.append(Bar.at_least("steps/s of 498 MB over 100 Mbit/s", share, "x alone", _SHARE))
-    report.bars.append(Bar.at_least("aim: steps/s of 498 MB over 100 Mbit/s", share, "x alone", _AIM))
+    report.bars.append(Bar.at_least(f"steps/s of {size:.0f} MB over {mbps:.0f} Mbit/s", share, "x alone", _SHARE))
+    report.bars.append(Bar.at_least(f"aim: steps/s of {size:.0f} MB over {mbps:.0f} Mbit/s", share, "x alone", _AIM))
 
 
-def _profile() -> WanProfile:
-    regions, link = (CONTROL, *REGIONS), EmulatedLink(rate_mbps=_MBPS, delay_ms=_RTT_MS / 2)
+def _parameters(width: int) -> int:
+    return (50257 + 1024 + 2) * width + 12 * (12 * width**2 + 13 * width)
+
+
+def _profile(mbps: float) -> WanProfile:
+    regions, link = (CONTROL, *REGIONS), EmulatedLink(rate_mbps=mbps, delay_ms=_RTT_MS / 2)
     links = {(a, b): EmulatedLink() if CONTROL in (a, b) else link for a in regions for b in regions if a != b}
     return WanProfile("three-equal", "Three regions", "a measurement's own", REGIONS, links)
 
