@@ -2,8 +2,8 @@
 and `large_models_gpu.py`.
 
 Steps are counted from the events of the job, of the slowest region: from the first event after which all regions have
-ended two rounds, since before that a model may travel that all begin with, to the last one. The job is a long one, as a
-large model needs, and is cancelled once enough of it was seen: plans of short ones give up time for learning.
+ended eight rounds, to the last one. The job is a long one, as a large model needs, and is cancelled once enough of it
+was seen: plans of short ones give up time for learning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = ["REGIONS", "alone", "sites", "speed_of"]
 REGIONS = ("east", "south", "west")
 _SAMPLES = 20_000
 """Of each region, as its file states."""
-_WARM_ROUNDS = 2
+_WARM_ROUNDS = 8
+"""The interval is adapted in the first ones, and a first model may travel."""
 _PATIENCE_SECONDS = 900.0
 _POLL_SECONDS = 5.0
 """Between two looks at the job: each is a process."""
