@@ -37,7 +37,7 @@ CHOICE = timedelta(seconds=4)
 """Timeout of the question whether a control plane leads; longer than an attempt to connect."""
 TIMEOUT = timedelta(seconds=20)
 """Timeout of a call."""
-PROBE_WAIT = timedelta(seconds=10)
+PROBE_WAIT = timedelta(seconds=20)
 """Additional timeout of calls that may wait for a task's probe."""
 
 

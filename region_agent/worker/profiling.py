@@ -137,17 +137,16 @@ def _require_finite(loss: float) -> None:
 
 
 def probe(call: ProfileCall, task: TaskModule) -> Profiled:
-    """Measure the size of the model, without reading data."""
+    """Measure the size of the model, without reading data, and where it can be without values, which would take some
+    seconds for a large one: plans wait for its size."""
     begun = time.monotonic()
-    shell = _shell(call, task)
-    seed_all(call.seed)
-    whole = shell is None or not call.memory_mb or _peak_mb() + _held_mb(shell) < call.memory_mb
-    module = task.model(call.seed) if shell is None or whole else shell
+    module = _shell(call, task)
+    if module is None:
+        seed_all(call.seed)
+        module = task.model(call.seed)
     with task.calling("model"):
         frozen, local = frozen_parameters(module), local_names(module, call.local)
-        made = (
-            layout_of(module, frozen, local) if module is shell else FlatModel(module, base=frozen, local=local).layout
-        )
+        made = layout_of(module, frozen, local)
         size = 4 * made.size
         # The region's workers merge what stays in the region, too.
         rounds = held_bytes(layout_of(module, frozen) if local else made) if call.clients is not None else 0

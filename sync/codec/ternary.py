@@ -40,6 +40,7 @@ class Ternary(Slabwise):
 
     name, mark, lossy = "ternary", 7, True
     size_factor, bytes_per_second, automatic, in_blocks = 0.052, 100e6, Automatic.BACKGROUND, True
+    in_ranges = True
     slab = 56 * 5 * _BLOCK
     """A whole number of blocks and of bytes."""
 
@@ -64,6 +65,20 @@ class Ternary(Slabwise):
     def check(self, tensors: Tensors, size: int) -> None:
         """Check types, shapes, scales and trits."""
         self._arrays(tensors, size)
+
+    def decode_range(self, tensors: Tensors, part: slice, size: int) -> Vector:
+        """Decode some coordinates to a new vector: those of the slabs that hold them."""
+        begin, stop, _ = part.indices(size)
+        out = np.empty(stop - begin, np.float32)
+        packed, exponents = np.asarray(tensors["trits"], np.uint8), np.asarray(tensors["exponents"])
+        for at in range(begin // self.slab * self.slab, stop, self.slab):
+            last = min(at + self.slab, size)
+            trits = _unpacked(packed[at // 5 : -(-last // 5)])
+            # The range begins with a block.
+            low, high = max(at, begin), min(last, stop)
+            scales = powers(exponents[low // _BLOCK : -(-high // _BLOCK)], _MIN_EXPONENT, _MAX_EXPONENT)
+            _put(trits[low - at : high - at], scales, out[low - begin : high - begin])
+        return out
 
     @staticmethod
     def _arrays(tensors: Tensors, size: int) -> tuple[npt.NDArray[np.uint8], Vector]:

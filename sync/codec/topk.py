@@ -39,7 +39,7 @@ class ChunkedTopK(Slabwise):
 
     name, mark, lossy = "topk", 3, True
     size_factor, bytes_per_second, automatic, in_blocks = 0.0072, 200e6, Automatic.UNDER_WAY, True
-    last = "int8"
+    last, in_ranges = "int8", True
 
     def encode(self, vector: Vector) -> Tensors:
         """Encode float32 of shape (n,) slab by slab."""
@@ -66,6 +66,26 @@ class ChunkedTopK(Slabwise):
     def check(self, tensors: Tensors, size: int) -> None:
         """Check types, shapes, scales and indices."""
         _values(_unpacked(tensors), size)
+
+    def decode_range(self, tensors: Tensors, part: slice, size: int) -> Vector:
+        """Decode some coordinates to a new vector."""
+        begin, stop, _ = part.indices(size)
+        rows, counts = slice(begin // _CHUNK, -(-stop // _CHUNK)), np.asarray(tensors["counts"])
+        before, number = int(counts[: rows.start].sum(dtype=np.int64)), counts[rows].astype(np.int64)
+        total = int(number.sum())
+        # Pairs and groups of four that are shared with the chunk before are decoded, and left out.
+        pairs, fours = slice(before // 2, -(-(before + total) // 2)), slice(before // 4, -(-(before + total) // 4))
+        packed = np.asarray(tensors["places"], np.uint8)[3 * pairs.start : 3 * pairs.stop]
+        places = _pairs_of(packed)[before % 2 : before % 2 + total]
+        levels = _fours_of(np.asarray(tensors["levels"], np.uint8)[fours])[before % 4 : before % 4 + total]
+        at = np.repeat(np.arange(rows.start, rows.stop) * _CHUNK - begin, number) + places
+        value = _levelled(levels, np.asarray(tensors["exponents"])[rows], number)
+        out = np.zeros(stop - begin, np.float32)
+        if begin % _CHUNK or stop % _CHUNK:
+            inside = (at >= 0) & (at < out.size)
+            at, value = at[inside], value[inside]
+        out[at] = value
+        return out
 
 
 class _Unpacked(Slabwise):
@@ -113,9 +133,16 @@ def _values(tensors: Tensors, size: int) -> tuple[npt.NDArray[np.int64], Vector]
     number, levels = np.asarray(counts).astype(np.int64), np.asarray(tensors["levels"], np.uint8)
     at = np.repeat(np.arange(rows, dtype=np.int64) * _CHUNK, number) + np.asarray(tensors["places"], np.int64)
     require(at.size == 0 or (at[-1] < size and (np.diff(at) > 0).all()), "indices are not in order")
-    unit = np.repeat(powers(np.asarray(exponents), _MIN_EXPONENT, _MAX_EXPONENT), number)
+    return at, _levelled(levels, np.asarray(exponents), number)
+
+
+def _levelled(
+    levels: npt.NDArray[np.uint8], exponents: npt.NDArray[np.generic], number: npt.NDArray[np.int64]
+) -> Vector:
+    """Return the values of chunks that have so many each."""
+    unit = np.repeat(powers(exponents, _MIN_EXPONENT, _MAX_EXPONENT), number)
     value = unit * np.where(levels & 1, np.float32(3), np.float32(1))
-    return at, np.where(levels & 2, -value, value)
+    return np.where(levels & 2, -value, value)
 
 
 def _chosen(vector: Vector) -> tuple[Tensors, npt.NDArray[np.int64], Vector]:
@@ -201,11 +228,16 @@ def _unpack12(tensors: Tensors, name: str, count: int) -> npt.NDArray[np.uint16]
         packed is not None and packed.dtype == np.uint8 and packed.shape == (3 * pairs,),
         "the indices are missing or invalid",
     )
-    bytes_ = np.asarray(packed).reshape(pairs, 3).astype(np.uint16)
-    out = np.empty((pairs, 2), np.uint16)
+    return _pairs_of(np.asarray(packed, np.uint8))[:count]
+
+
+def _pairs_of(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
+    """Return the numbers of pairs of 12 bits."""
+    bytes_ = packed.reshape(-1, 3).astype(np.uint16)
+    out = np.empty((len(bytes_), 2), np.uint16)
     out[:, 0] = bytes_[:, 0] | (bytes_[:, 1] & 0xF) << 8
     out[:, 1] = bytes_[:, 1] >> 4 | bytes_[:, 2] << 4
-    return out.reshape(-1)[:count]
+    return out.reshape(-1)
 
 
 def _pack2(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
@@ -221,9 +253,14 @@ def _unpack2(tensors: Tensors, name: str, count: int) -> npt.NDArray[np.uint8]:
         packed is not None and packed.dtype == np.uint8 and packed.shape == (fours,),
         "the values are missing or invalid",
     )
+    return _fours_of(np.asarray(packed, np.uint8))[:count]
+
+
+def _fours_of(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Return the numbers of groups of four of 2 bits."""
     shifts = np.array([0, 2, 4, 6], np.uint8)
-    fields = np.right_shift(np.asarray(packed, np.uint8)[:, None], shifts) & np.uint8(3)
-    return np.asarray(fields, np.uint8).reshape(-1)[:count]
+    fields = np.right_shift(packed[:, None], shifts) & np.uint8(3)
+    return np.asarray(fields, np.uint8).reshape(-1)
 
 
 METHODS = (ChunkedTopK(),)

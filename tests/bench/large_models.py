@@ -1,5 +1,5 @@
 """What a job sends that trains LoRA adapters of a large model, what it learns, and how fast servers exchange a large
-model. With `--quick` it takes 2 minutes.
+model. With `--quick` it takes 5 minutes.
 
     .venv/bin/python tests/bench/large_models.py [--quick] [--json PATH]
 
@@ -12,6 +12,8 @@ loss is compared at the end, for `train_a: false` (exact means). With `true` the
 without a bar.
 
 Exchange: three real parameter servers exchange 498 MB, see `large_models_exchange.py`.
+
+WAN: steps a second of a job that trains as large a model over 100 Mbit/s, see `large_models_wan.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from large_models_exchange import measure_exchange
+from large_models_wan import measure_wan
 from report import Bar, Report, options
 
 from sync import framing
@@ -58,6 +61,7 @@ def main() -> int:
     torch.set_num_threads(1)
     task = _template()
     measure_exchange(report, quick=given.quick)
+    measure_wan(report, quick=given.quick)
     _bytes(report, task, MEDIUM if given.quick else LARGE)
     for seed in (1,) if given.quick else (1, 2, 3):
         _loss(report, task, train_a=False, seed=seed, steps=150 if given.quick else 300)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -148,7 +149,7 @@ def test_an_answer_waits_no_longer_than_it_may_and_later_ones_know_more(
             told = await plan(stage, job_file)
             assert told["estimate"]["model_basis"] == "prior"
             assert (
-                "the task was not probed: the probe takes longer than 0.3 s; later plans will use its result"
+                "the task was not probed: the probe takes longer than 0.6 s; later plans will use its result"
                 in told["warnings"]
             )
             command = await agent.command("probe")
@@ -161,6 +162,26 @@ def test_an_answer_waits_no_longer_than_it_may_and_later_ones_know_more(
             agent.tell_profile(command.id, weight=weight(steps=[], note="TASK_FAILED: loss raised KeyError"))
             await told_so(stage, job_file, "has not timed the task's steps: TASK_FAILED: loss raised KeyError")
             assert asked(agent) == 1
+
+    run(scenario())
+
+
+def test_a_plan_waits_longer_for_the_size_of_the_model_alone(serve_config: ServeConfig, job_file: Path) -> None:
+    """It says how long an exchange takes: a guess would be wrong by hundreds of times for a large model."""
+
+    async def scenario() -> None:
+        wait = timedelta(seconds=2)
+        async with staged(replace(serve_config, probe_wait=wait)) as stage, scales(stage) as agent:
+            begun = time.monotonic()
+            answer = asyncio.create_task(plan(stage, job_file))
+            command = await agent.command("probe")
+            await asyncio.sleep(wait.total_seconds() + 0.2)
+            assert not answer.done()
+            agent.tell_profile(command.id, weight=weight(steps=[], last=False, model_bytes=400_000_000))
+            told = await answer
+            assert told["estimate"]["model_basis"] == "counted"
+            assert told["estimate"]["model_bytes"] == 400_000_000
+            assert time.monotonic() - begun < 2 * wait.total_seconds(), "not longer than for the size"
 
     run(scenario())
 

@@ -33,7 +33,8 @@ from geofed_pb.tasks import awaited, background, log_only
 from geofed_pb.v1 import agent_pb2, common_pb2
 
 WAIT = timedelta(seconds=10)
-"""How long a plan waits for a task's probe; a later result is used by later plans."""
+"""How long a plan waits for a task's probe, and as long again for the model's size, without which it knows nothing of
+exchanges; a later result is used by later plans."""
 PROBE_SECONDS = 2.0
 """Time for steps, once model and data are loaded."""
 _LIMIT_SECONDS = 120.0
@@ -123,6 +124,8 @@ class Probing:
         self._federation, self._measurements = federation, measurements
         self._wait = wait.total_seconds()
         self._running: dict[_Asked, asyncio.Task[_Unprobed | None]] = {}
+        self._sized: dict[_Asked, asyncio.Event] = {}
+        """Of each running probe: whether the model's size has arrived."""
         self._rests: dict[_Asked, tuple[float, GeofedError]] = {}
         """When a task may be probed again, and why it could not be probed."""
         self._counts: dict[tuple[_Asked, str], asyncio.Task[_Labels]] = {}
@@ -194,11 +197,18 @@ class Probing:
         if task is None:
             if len(self._running) >= _MAX_PROBES:
                 return _Unprobed(GeofedError("UNAVAILABLE", f"{len(self._running)} other tasks are being probed"))
+            self._sized[asked] = asyncio.Event()
             task = self._running[asked] = awaited(self._probe_and_count(key, spec, bundle_digest, submission))
-            task.add_done_callback(lambda _: self._running.pop(asked, None))
+            task.add_done_callback(lambda _: (self._running.pop(asked, None), self._sized.pop(asked, None)))
+        sized = self._sized[asked]
         await asyncio.wait({task}, timeout=self._wait)
         if not task.done():
-            text = f"the probe takes longer than {self._wait:g} s; later plans will use its result"
+            waiting = awaited(sized.wait())
+            await asyncio.wait({task, waiting}, timeout=self._wait, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+        if not task.done():
+            waited = self._wait if sized.is_set() else 2 * self._wait
+            text = f"the probe takes longer than {waited:g} s; later plans will use its result"
             return _Unprobed(GeofedError("WAIT_TIMEOUT", text))
         if task.cancelled():
             return _Unprobed(GeofedError("UNAVAILABLE", "the control plane is stopping"))
@@ -458,6 +468,9 @@ class Probing:
                 text = f"{name} was probed in {row.region}: {row.parameters:,} parameters"
                 data = {"parameters": row.parameters, "model_bytes": row.model_bytes, "usd": _money(reported.usd)}
                 draft.record("task.probed", text, region=row.region, data=data)
+        for (key, _), sized in self._sized.items():
+            if key == row.task_key:
+                sized.set()
 
 
 @asynccontextmanager

@@ -52,6 +52,19 @@ def through_a_frame(codec: Codec, vector: npt.NDArray[np.float32]) -> npt.NDArra
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_ranges_of_a_large_vector_decode_as_it_does(codec: Codec) -> None:
+    """Over several chunks, some with few values, of any length."""
+    rng = np.random.default_rng(1)
+    for size in (4097, 30_001):
+        vector = rng.normal(size=size).astype(np.float32)
+        vector[4096:12_000] *= rng.random(vector[4096:12_000].size) < 0.002
+        tensors = codec.encode(vector)
+        whole, ranged = codec.decode(tensors, size), Decoding(codec, tensors, size)
+        for begin, stop in np.sort(rng.integers(0, size + 1, (40, 2)), axis=1):
+            assert np.array_equal(ranged[begin:stop], whole[begin:stop])
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 @settings(max_examples=budget(30))
 @given(data=st.data())
 def test_a_range_decodes_as_it_does_among_the_others(codec: Codec, data: st.DataObject) -> None:
