@@ -68,13 +68,9 @@ def serve(
     """Run the control plane."""
     import asyncio
 
-    from control_plane.serving._garbage import collected_later
-    from geofed_pb.logs import configure_logs
+    _prepare(log_format)
+    from control_plane import server
 
-    with collected_later():
-        from control_plane import server
-
-    configure_logs(log_format)
     config = server.ServeConfig(
         state_dir=state_dir,
         listen=listen,
@@ -94,6 +90,16 @@ def serve(
         log_format=log_format,
     )
     asyncio.run(server.serve(config))
+
+
+def _prepare(log_format: str) -> None:
+    """Configure the log, and load the server: what is imported is not collected meanwhile, a fifth of the time."""
+    from control_plane.serving._garbage import collected_later
+    from geofed_pb.logs import configure_logs
+
+    configure_logs(log_format)
+    with collected_later():
+        import control_plane.server  # noqa: F401
 
 
 def _duration(text: str) -> timedelta:
