@@ -285,7 +285,7 @@ class Engine:
     def _trace_round(self, action: Action, began: float) -> None:
         """Send the span of what was done for a round. The initial model, 0, is of none."""
         if isinstance(action, StoreOwnUpdate | MergeUpdates):
-            name = "merge" if isinstance(action, MergeUpdates) else "make update"
+            name = "merge" if isinstance(action, MergeUpdates) else "build update"
             region, number = self.executor.setup.region, action.sequence
             under = round_key(region, number) if number else ""
             self.trace.add(name, began, {"round": number}, under=under)

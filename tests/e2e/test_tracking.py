@@ -83,11 +83,11 @@ def test_a_job_is_one_trace_over_control_plane_agents_and_parameter_servers(
         ("plan", "job"), ("start", "job"), ("publish", "job"), ("partition", "job"), ("prepare", "partition"),
         ("round", "partition"), ("fetch task", "partition"), ("deploy function", "partition"),
         ("start server", "partition"), ("invocation", "partition"), ("upload model", "partition"),
-        ("make update", "partition"), ("merge", "partition"), ("make update", "round"), ("merge", "round"),
+        ("build update", "partition"), ("merge", "partition"), ("build update", "round"), ("merge", "round"),
     }  # fmt: skip
     for _, span in sent:
         told, parent = attributes(span), attributes(by_id.get(span.parent_span_id, span))
-        if span.name in ("make update", "merge") and parent.get("geofed.round"):
+        if span.name in ("build update", "merge") and parent.get("geofed.round"):
             assert (told["geofed.region"], told["geofed.round"]) == (parent["geofed.region"], parent["geofed.round"])
 
 
