@@ -91,16 +91,13 @@ class JobTrace:
         named = {"geofed.job": job, **{f"geofed.{name}": value for name, value in attributes.items()}}
         return cls(job, int(found[2], 16), service, tuple(named.items()))
 
-    def add(
-        self, name: str, began: float, attributes: Mapping[str, str | int], *, under: str = "", error: str = ""
-    ) -> None:
-        """Send a span that ends now. ``began``: Unix seconds. ``under``: key of the part that it belongs to."""
+    def add(self, name: str, began: float, attributes: Mapping[str, str | int], *, error: str = "") -> None:
+        """Send a span that ends now. ``began``: Unix seconds."""
         if self.service and (processor := _processor(self.service)) is not None:
-            parent = span_of(self.job, under) if under else self.parent
             named = {f"geofed.{key}": value for key, value in attributes.items()}
-            processor.on_end(self._made(name, parent, began, error, {**dict(self.attributes), **named}))
+            processor.on_end(self._made(name, began, error, {**dict(self.attributes), **named}))
 
-    def _made(self, name: str, parent: int, began: float, error: str, attributes: dict[str, Any]) -> ReadableSpan:
+    def _made(self, name: str, began: float, error: str, attributes: dict[str, Any]) -> ReadableSpan:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
@@ -109,7 +106,7 @@ class JobTrace:
         return ReadableSpan(
             name,
             SpanContext(trace, secrets.randbits(64) | 1, False, flags),
-            SpanContext(trace, parent, True, flags),
+            SpanContext(trace, self.parent, True, flags),
             Resource({"service.name": self.service, "process.pid": os.getpid()}),
             attributes,
             status=Status(StatusCode.ERROR, error) if error else Status(),

@@ -17,7 +17,7 @@ from typing import Any
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.tasks import background
-from geofed_pb.tracing import JobTrace, round_key
+from geofed_pb.tracing import JobTrace
 from sync.codec import codec_named
 from sync.layout import Layout, Vector
 from sync.ps.controller import Controller
@@ -283,12 +283,11 @@ class Engine:
                 self._steer(event.apply.sequence)
 
     def _trace_round(self, action: Action, began: float) -> None:
-        """Send the span of what was done for a round. The initial model, 0, is of none."""
+        """Send the span of what was done for a round; 0 is the initial model. It is part of the partition: a round that no
+        report has told of has no span."""
         if isinstance(action, StoreOwnUpdate | MergeUpdates):
             name = "merge" if isinstance(action, MergeUpdates) else "build update"
-            region, number = self.executor.setup.region, action.sequence
-            under = round_key(region, number) if number else ""
-            self.trace.add(name, began, {"round": number}, under=under)
+            self.trace.add(name, began, {"round": action.sequence})
 
     def _steer(self, sequence: int) -> None:
         """Pass a round's measurements to the controller, and apply its choice from the next round on."""
