@@ -283,8 +283,8 @@ class Engine:
                 self._steer(event.apply.sequence)
 
     def _trace_round(self, action: Action, began: float) -> None:
-        """Send the span of what was done for a round; 0 is the initial model. It is part of the partition: a round that no
-        report has told of has no span."""
+        """Send the span of what was done for a round; 0 is the initial model. It is part of the partition: a round
+        that no report has told of has no span."""
         if isinstance(action, StoreOwnUpdate | MergeUpdates):
             name = "merge" if isinstance(action, MergeUpdates) else "build update"
             self.trace.add(name, began, {"round": action.sequence})
