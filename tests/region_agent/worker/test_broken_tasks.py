@@ -199,7 +199,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     "optimizer is None": (OPTIMIZER + "pass", "optimizer"),
     "optimizer of nothing": (OPTIMIZER + "return torch.optim.SGD([], lr=0.1)", "optimizer"),
     "a rate below zero": (OPTIMIZER + "return torch.optim.SGD(parameters, lr=-1)", "optimizer"),
-    "an optimiser that needs a closure": (OPTIMIZER + "return torch.optim.LBFGS(parameters)", "optimiser's step"),
+    "an optimiser that needs a closure": (OPTIMIZER + "return torch.optim.LBFGS(parameters)", "LBFGS takes a closure"),
     "an optimiser for sparse gradients": (OPTIMIZER + "return torch.optim.SparseAdam(parameters)", "optimiser's step"),
     "a step that raises": (
         "class Step(torch.optim.SGD):\n    def step(self, closure=None):\n        raise ZeroDivisionError('step')\n"
