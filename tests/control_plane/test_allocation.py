@@ -103,6 +103,7 @@ def test_a_job_pauses_for_one_with_a_deadline_and_goes_on_after_it(serve_config:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_promise_holds_workers_until_another_promise_has_ended(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

@@ -62,6 +62,7 @@ def test_a_region_forges_no_entries(serve_config: ServeConfig, job_file: Path) -
     run(scenario())
 
 
+@pytest.mark.slow
 def test_heads_of_a_region_are_recorded_once_for_each_end(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

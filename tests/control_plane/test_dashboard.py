@@ -57,6 +57,7 @@ def told(serve_config: ServeConfig, scene: Callable[[Stage, FakeAgent, FakeAgent
     run(scenario())
 
 
+@pytest.mark.slow
 def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: Path) -> None:
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
         async with browser(stage) as pages:
@@ -100,6 +101,7 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
     told(serve_config, scene)
 
 
+@pytest.mark.slow
 def test_the_page_of_a_private_job_shows_what_each_region_has_spent(serve_config: ServeConfig, job_file: Path) -> None:
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
         async with browser(stage) as pages:
@@ -145,6 +147,7 @@ def test_no_job_that_goes_on_is_hidden_unseen(
     told(serve_config, scene)
 
 
+@pytest.mark.slow
 def test_jobs_of_one_name_are_told_apart_and_lead_to_each_other(serve_config: ServeConfig, job_file: Path) -> None:
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
         job = (await stage.submit(job_file, overrides=LONG)).job.id
@@ -273,6 +276,7 @@ def test_without_plotly_the_loss_is_drawn_without_a_script(
     told(serve_config, scene)
 
 
+@pytest.mark.slow
 def test_a_browser_signs_in_and_out(serve_config: ServeConfig, job_file: Path) -> None:
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
         job = (await stage.submit(job_file)).job.id

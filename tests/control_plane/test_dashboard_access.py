@@ -96,6 +96,7 @@ class Page(HTMLParser):
         assert self._open.pop() == tag
 
 
+@pytest.mark.slow
 def test_fields_have_labels_and_nothing_comes_from_elsewhere(serve_config: ServeConfig, job_file: Path) -> None:
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
         job = (await stage.submit(job_file)).job.id

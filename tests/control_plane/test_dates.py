@@ -83,6 +83,7 @@ shapes = st.lists(
 others = st.lists(st.tuples(st.integers(1, 60), st.floats(1.0, 4.0), st.booleans()), max_size=3)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=budget(40))
 @given(shape=shapes, before=others, part=st.floats(0.01, 1.0), epochs=st.integers(1, 60), fixed=st.booleans())
 def test_the_date_that_a_refusal_names_is_promised_then_and_a_moment_later(

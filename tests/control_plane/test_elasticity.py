@@ -95,6 +95,7 @@ def test_what_turns_out_about_as_planned_stays(tmp_path: Path, speed: float) -> 
     assert not watch.sent
 
 
+@pytest.mark.slow
 def test_a_change_takes_rounds_and_two_looks_and_then_a_rest(tmp_path: Path) -> None:
     watch = Watch(tmp_path)
     watch.goes_on(60, a=100.0, b=500.0)

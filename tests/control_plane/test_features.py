@@ -19,6 +19,7 @@ from tests.control_plane.fake_agent import catalogue
 from tests.control_plane.scenario import run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("features", "kept"), [(((), FEATURES), False), ((FEATURES, FEATURES), True)])
 def test_regions_leave_out_what_never_changes_if_all_can_and_for_the_whole_job(
     serve_config: ServeConfig, job_file: Path, features: tuple[tuple[str, ...], ...], kept: bool

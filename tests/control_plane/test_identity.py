@@ -243,6 +243,7 @@ def test_plaintext_is_refused_on_every_port(serve_config: ServeConfig) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_health_and_metrics_answer_over_tls(serve_config: ServeConfig) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

@@ -170,6 +170,7 @@ def own_statement(task: agent_pb2.TaskRef) -> bytes:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("weights")
 def test_what_continues_the_job_starts_from_its_model_under_the_same_signature(
     serve_config: ServeConfig, job_file: Path

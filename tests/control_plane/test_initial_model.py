@@ -74,6 +74,7 @@ def test_what_the_job_file_may_not_say(job_file: Path, setting: str, says: str) 
     assert caught.value.code == "SPEC_INVALID"
 
 
+@pytest.mark.slow
 def test_every_region_fetches_it_and_all_that_tells_of_the_job_tells_of_it(
     serve_config: ServeConfig, job_file: Path
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_task_that_raises_fails_the_job_everywhere(serve_config: ServeConfig, 
     run(scenario())
 
 
+@pytest.mark.slow
 def test_the_account_of_an_ended_job_takes_in_what_its_regions_tell_late(
     serve_config: ServeConfig, job_file: Path
 ) -> None:

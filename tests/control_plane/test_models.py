@@ -294,6 +294,7 @@ def blobs(config: ServeConfig) -> set[str]:
     return {f"sha256:{path.name}" for path in (config.state_dir / "blobs").glob("[0-9a-f]*")}
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_leaves_its_model_and_is_resumed_from_it(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -388,6 +389,7 @@ def test_a_model_that_comes_too_late_leaves_nothing_behind(serve_config: ServeCo
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_whole_job_has_nothing_to_resume_and_a_foreign_file_is_not_kept(
     serve_config: ServeConfig, job_file: Path
 ) -> None:

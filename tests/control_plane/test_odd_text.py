@@ -116,6 +116,7 @@ def test_every_text_of_an_agent_is_stored_or_passed_over(anywhere: ServeConfig) 
     run(scenario())
 
 
+@pytest.mark.slow
 def test_every_text_of_a_user_is_taken_or_refused_with_a_code(anywhere: ServeConfig) -> None:
     service = control_pb2.DESCRIPTOR.services_by_name["Control"]
     methods = [method for method in service.methods if not method.client_streaming]

@@ -273,6 +273,7 @@ def test_the_first_plan_warns_of_labels_that_differ_between_regions(serve_config
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_region_that_counts_no_labels_keeps_no_plan_and_no_other_labels_waiting(
     serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,6 +423,7 @@ def test_a_task_that_lacks_a_function_is_refused_and_one_that_did_not_arrive_is_
     assert _probing._certain_fault({"a": other, "b": other}, alone=False) is None
 
 
+@pytest.mark.slow
 def test_what_may_be_otherwise_elsewhere_stops_nobody(serve_config: ServeConfig, job_file: Path) -> None:
     """The next region is asked; where none can, the plan is made as if nobody had been, and it rests for a while."""
 

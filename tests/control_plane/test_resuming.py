@@ -244,6 +244,7 @@ async def _agent_put_back(agent: FakeAgent, cursor: int) -> None:
     await agent.connect()
 
 
+@pytest.mark.slow
 def test_a_region_with_an_older_state_gets_its_orders_anew(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

@@ -136,6 +136,7 @@ def test_a_link_that_is_cut_is_gone_round(star: Watched) -> None:
     assert '"round_seconds_before": null' in data
 
 
+@pytest.mark.slow
 def test_a_short_disturbance_changes_nothing(star: Watched) -> None:
     for _ in range(20):
         star.slow_down("a", "b", 1.0)

@@ -99,6 +99,7 @@ def test_jobs_that_start_from_one_model_differ_by_no_few_regions(serve_config: S
     run(scenario())
 
 
+@pytest.mark.slow
 def test_the_larger_minimum_of_two_jobs_counts(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

@@ -227,6 +227,7 @@ def test_a_sign_in_lasts_until_it_is_revoked(serve_config: ServeConfig, provider
     run(scenario())
 
 
+@pytest.mark.slow
 def test_an_id_token_is_exchanged_once(serve_config: ServeConfig, provider: IdentityProvider) -> None:
     async def scenario() -> None:
         async with with_provider(serve_config, provider) as stage:
@@ -301,6 +302,7 @@ def test_a_provider_that_fails_is_asked_once_in_a_while(provider: IdentityProvid
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_user_has_a_few_sign_ins_at_a_time_and_each_ends(
     serve_config: ServeConfig, provider: IdentityProvider
 ) -> None:
@@ -324,6 +326,7 @@ def test_a_user_has_a_few_sign_ins_at_a_time_and_each_ends(
     run(scenario())
 
 
+@pytest.mark.slow
 def test_without_a_provider_login_says_so(serve_config: ServeConfig) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -399,6 +402,7 @@ def test_login_makes_a_context_that_commands_use(
     run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secret", ["", "s3cr3t"])
 def test_the_dashboard_signs_in_by_the_provider(
     serve_config: ServeConfig, provider: IdentityProvider, tmp_path: Path, secret: str

@@ -233,6 +233,7 @@ def test_nothing_waits_for_a_region_that_has_left_meanwhile(
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_region_that_comes_back_in_a_moment_is_waited_for(
     serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ async def _agents(stage: Stage, *features: tuple[str, ...]) -> list[FakeAgent]:
     return agents
 
 
+@pytest.mark.slow
 def test_only_what_has_changed_is_sent(serve_config: ServeConfig, large: Path, sent: list[int]) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

@@ -34,6 +34,7 @@ async def _stopped(job: str, *agents: FakeAgent) -> None:
         await agent.settled()
 
 
+@pytest.mark.slow
 def test_an_error_text_of_an_older_agent_is_cut_where_it_arrives(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

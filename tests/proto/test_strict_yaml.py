@@ -85,6 +85,7 @@ def test_all_mistakes_are_told_in_the_order_of_the_file() -> None:
     assert len(found) >= 4
 
 
+@pytest.mark.slow
 def test_of_thousands_of_mistakes_a_hundred_are_told_and_the_others_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = Mock(wraps=difflib.get_close_matches)
     monkeypatch.setattr(difflib, "get_close_matches", compared)

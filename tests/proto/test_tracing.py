@@ -22,6 +22,9 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", server.url)
         tracing._processor.cache_clear()
         yield server
+        # Its thread would go on to try, and draw random numbers in the midst of other tests.
+        if (sending := tracing._processor("geofed-test")) is not None:
+            sending.shutdown()
         tracing._processor.cache_clear()
 
 

@@ -351,6 +351,7 @@ def test_what_is_no_region_file_is_told(tmp_path: Path, content: bytes) -> None:
     assert "region.yaml" in raised.value.message
 
 
+@pytest.mark.slow
 def test_the_schema_is_printed() -> None:
     printed = CliRunner().invoke(app, ["schema"])
     assert printed.exit_code == 0

@@ -328,6 +328,7 @@ def test_what_cannot_be_reached_is_an_error_of_the_catalogue(tmp_path: Path) -> 
 # What cannot be delivered, or not be carried out
 
 
+@pytest.mark.slow
 def test_a_report_that_an_earlier_version_stored_too_large_is_cut(tmp_path: Path) -> None:
     async def scene(control: ControlPlane, agent: Agent) -> None:
         error = common_pb2.Error(code="TASK_FAILED", message="unexpected keys: " + "layer, " * 1_200_000)
@@ -404,6 +405,7 @@ def test_reports_that_sessions_break_on_for_passing_reasons_are_kept(tmp_path: P
     play(scene, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_command_that_cannot_be_carried_out_is_set_aside_and_its_job_fails(tmp_path: Path) -> None:
     async def scene(control: ControlPlane, agent: Agent) -> None:
         agent.refuse_once = ValueError("no such plan")

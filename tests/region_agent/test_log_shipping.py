@@ -32,6 +32,7 @@ def _sent(store: AgentStore) -> list[agent_pb2.LogBatch]:
     return found
 
 
+@pytest.mark.slow
 def test_a_burst_is_bounded_and_says_what_it_lacks(store: AgentStore) -> None:
     shipping = _shipping(store)
     for number in range(100_000):

@@ -87,6 +87,7 @@ def test_zero_and_other_money_are_unknown(cloud: Cloud, aws_keys: None) -> None:
     assert caught.value.code == "PRICE_UNKNOWN"
 
 
+@pytest.mark.slow
 def test_regions_are_those_of_ec2(cloud: Cloud) -> None:
     names = [region.name for region in cloud.regions()]
     assert {FRANKFURT, "us-east-1", "ap-northeast-1"} <= set(names)
@@ -130,6 +131,7 @@ def test_what_boto3_has_given_up_on_may_be_asked_later(raised: Exception) -> Non
     assert (caught.value.code, caught.value.retryable) == ("CLOUD_UNAVAILABLE", True)
 
 
+@pytest.mark.slow
 def test_without_credentials_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, aws_site: Site) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     with pytest.raises(GeofedError) as caught:
@@ -138,6 +140,7 @@ def test_without_credentials_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, a
     assert not aws_site.asked
 
 
+@pytest.mark.slow
 def test_a_profile_that_is_none_and_an_address_that_is_none(aws_keys: None) -> None:
     with pytest.raises(GeofedError) as caught:
         open_cloud("aws", profile="nobody")

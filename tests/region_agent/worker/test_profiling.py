@@ -240,6 +240,7 @@ def test_a_model_that_is_a_chain_is_measured_layer_by_layer(tmp_path: Path) -> N
     assert told.layers[0].parameter_bytes == 4 * 40
 
 
+@pytest.mark.slow
 def test_nothing_of_the_data_is_in_the_answer(tmp_path: Path) -> None:
     task = LINEAR_TASK.replace('torch.from_numpy(held["x"])', f'torch.from_numpy(held["x"]) * 0 + {CANARY}')
     told, body = profiled(tmp_path, task, config={"lr": 1e-12})

@@ -156,6 +156,7 @@ def with_nothing_to_spare() -> list[Gang]:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=budget(150), deadline=None)
 @given(gangs(), CAPACITIES)
 @example(with_nothing_to_spare(), room(east=9, west=11))

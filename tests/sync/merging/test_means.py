@@ -87,6 +87,7 @@ def _cases(draw: st.DrawFn) -> tuple[int, int, Settings, list[list[float]], int]
     return workers, size, given, weights, draw(st.integers(0, 1 << 30))
 
 
+@pytest.mark.slow
 @settings(max_examples=budget(70), deadline=None)
 @given(_cases())
 def test_all_take_up_the_exact_weighted_means_in_order(

@@ -105,6 +105,7 @@ def _check(case: dict[str, Any], dtype: torch.dtype, open_one: Callable[[], Chan
                     torch.testing.assert_close(found[name], gradient, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @settings(max_examples=budget(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=_cases(), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_any_cut_degree_order_and_rematerialisation_gives_the_same(case: dict[str, Any], dtype: torch.dtype) -> None:

@@ -86,6 +86,7 @@ def test_many_may_delete_the_same_tree(shared: Path) -> None:
     assert len(done) == 4
 
 
+@pytest.mark.slow
 def test_what_has_been_put_can_be_read_at_once(shared: Path) -> None:
     """Whoever has deleted the file that it was written in is no longer busy with it, nor a process that it forked."""
     channel, ends = FileChannel(shared), threading.Event()

@@ -93,6 +93,7 @@ async def test_large_updates_take_bulk_streams_that_stay_warm(make: Making, fold
     assert not list((west.folder / "inbox" / "east").glob("*.have"))
 
 
+@pytest.mark.slow
 @runs
 async def test_an_update_is_spread_over_as_many_streams_as_it_is_told(make: Making, folder: Path) -> None:
     east, west = await make("east"), await make("west")

@@ -443,6 +443,7 @@ def test_what_is_no_image_is_refused_in_plain_words(tmp_path: Path, content: byt
         _of_files([file], kind="image-folder")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [9_000, 20_000])
 def test_an_image_with_very_many_pixels_is_refused_before_it_is_decoded(tmp_path: Path, side: int) -> None:
     (tmp_path / "cat").mkdir()
