@@ -24,6 +24,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         yield server
         # Its thread would go on to try, and draw random numbers in the midst of other tests.
         if (sending := tracing._processor("geofed-test")) is not None:
+            sending.span_exporter.shutdown()
             sending.shutdown()
         tracing._processor.cache_clear()
 
