@@ -231,7 +231,8 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves processes, threads or listening sockets."""
+    """Fails a test that leaves processes, threads, listening sockets or another working directory."""
+    folder = os.getcwd()
     starts = request.node.get_closest_marker("processes") is not None
     before = _traces(starts)
     yield
@@ -241,6 +242,18 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
             processes = [_describe(pid) for pid in left.get("processes", ())]
             raise AssertionError(f"left behind: {left} {processes}")
         time.sleep(0.05)
+    _returned_to(folder)
+
+
+def _returned_to(folder: str) -> None:
+    """Fails the test that has changed the working directory, and not all that come after it."""
+    try:
+        now = os.getcwd()
+    except FileNotFoundError:
+        now = "(removed)"
+    if now != folder:
+        os.chdir(folder)
+        raise AssertionError(f"the working directory is {now}")
 
 
 def _left_since(before: dict[str, set[object]], starts: bool) -> dict[str, set[object]]:
