@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 import transformers
 from support.exchange_in_process import Federation
+from support.jobs import worker_in_process
 
 from control_plane.cli.commands.export._adapter import write_peft
 from control_plane.spec import load
@@ -42,7 +43,8 @@ def _trained(folder: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, An
     monkeypatch.setattr(loop, "PsClient", federation.client)
     task = TASK.replace("path, length = Path(uri),", f"path, length = Path({str(folder / 'text.txt')!r}),")
     (folder / "text.txt").write_text(TEXT)
-    federation.train(task, config, seed=5, batch=8, slice_seconds=100.0)
+    with worker_in_process(folder):
+        federation.train(task, config, seed=5, batch=8, slice_seconds=100.0)
     (folder / "whole.safetensors").write_bytes(federation.exported())
     return folder / "whole.safetensors"
 

@@ -6,14 +6,18 @@ import gzip
 import hashlib
 import io
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from support.server_process import JOB, Server
 
 from geofed_pb.rpc import region_name
+from geofed_pb.user_code.modules import drop_task_modules
 from region_agent.worker.invocation import Invocation, Outcome, ShardFile
 from sync.store import FileChannel
 
@@ -145,6 +149,21 @@ def invocation(server: Server, task: str, data: Path, worker: int = 0, **changed
         "slice_seconds": 100.0, **changed,
     }  # fmt: skip
     return Invocation(**fields)
+
+
+@contextmanager
+def worker_in_process(folder: Path) -> Iterator[None]:
+    """Worker functions that run in this process put what they unpack below ``folder``, and leave nothing."""
+    from region_agent.worker import handler
+
+    # To look through all that the tests before have left in this process takes a third of a second each time.
+    collector = SimpleNamespace(collect=lambda: 0)
+    with patch.object(handler, "_scratch", lambda: folder / "scratch"), patch.object(handler, "gc", collector):
+        try:
+            yield
+        finally:
+            handler._drop_loaded()
+            drop_task_modules()
 
 
 def call(body: Invocation) -> Outcome:

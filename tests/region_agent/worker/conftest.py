@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from support.jobs import worker_in_process
 from support.warm_workers import WarmParent
-
-from geofed_pb.user_code.modules import drop_task_modules
-from region_agent.worker import handler
 
 
 @pytest.fixture(autouse=True)
-def _worker_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(handler, "_scratch", lambda: tmp_path / "scratch")
-    # To look through all that the tests before have left in this process takes a third of a second each time.
-    monkeypatch.setattr(handler, "gc", SimpleNamespace(collect=lambda: 0))
-    yield
-    handler._drop_loaded()
-    drop_task_modules()
+def _worker_of_the_test(tmp_path: Path) -> Iterator[None]:
+    with worker_in_process(tmp_path):
+        yield
 
 
 @pytest.fixture(scope="module")
