@@ -139,7 +139,7 @@ def _of_count(
             devices=region.worker_devices(demand.gpus),
         )  # fmt: skip
         return [ConfiguredPartition(part)]
-    with_k, devices = collectives(lambda method: method.takes_k), region.worker_devices(demand.gpus)
+    devices = region.worker_devices(demand.gpus)
     return [
         ConfiguredPartition(
             PlannedPartition(
@@ -148,10 +148,14 @@ def _of_count(
                 merge_seconds=one.merge_seconds, merge_usd=one.merge_usd,
                 largest_share=_largest_share(count, one.chunks, demand), devices=devices,
             ),
-            (one.collective, one.chunks if one.collective in with_k else 0) if count > 1 else None,
+            _way(one) if count > 1 else None,
         )
         for one in measured
     ]  # fmt: skip
+
+
+def _way(one: Step) -> tuple[str, int]:
+    return one.collective, one.chunks if collective_named(one.collective).takes_k else 0
 
 
 def _largest_share(workers: int, owners: int, demand: Demand) -> float:
@@ -166,11 +170,12 @@ def _largest_share(workers: int, owners: int, demand: Demand) -> float:
 def _ran_merge(region: Region, workers: int, snapshot: Snapshot, demand: Demand) -> float | None:
     """Return the seconds of a merge by runs of the task without a profile: those of the nearest number of workers, in
     proportion to the others that each worker merges with. None: no run tells."""
-    if workers < 2 or demand.merging_codec != "fp32" or demand.merging.get("staleness"):
+    points = snapshot.merges.get(region.name, ())
+    if workers < 2 or not points or demand.merging_codec != "fp32" or demand.merging.get("staleness"):
         return None
     usual = collectives(lambda method: method.predictable)
     wanted = usual if demand.collective is None else (demand.collective,)
-    told = [point for point in snapshot.merges.get(region.name, ()) if point.collective in wanted]
+    told = [point for point in points if point.collective in wanted]
     if not told:
         return None
     nearest = min((point.workers for point in told), key=lambda count: (abs(count - workers), count))

@@ -97,6 +97,10 @@ class Document:
         return None
 
 
+_TEXTS = {"but found another document": "a second document begins here; the file must hold one"}
+"""What the parser's texts of half a sentence say."""
+
+
 def parse(text: str, source: str) -> Document:
     """Parse one document; ``source`` is its name in errors. An empty one has the value None.
 
@@ -111,7 +115,8 @@ def parse(text: str, source: str) -> Document:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         position = Position(mark.line + 1, mark.column + 1) if mark else None
-        raise InvalidYaml(document._line(position, error.problem or "invalid YAML")) from None
+        text = _TEXTS.get(error.problem, error.problem) or "invalid YAML"
+        raise InvalidYaml(document._line(position, text)) from None
     except YAMLError as error:
         raise InvalidYaml(document._line(None, str(error).splitlines()[0])) from None
     except RecursionError:
