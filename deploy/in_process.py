@@ -127,7 +127,7 @@ def _train(spec: JobSpec, task: TaskModule, data: dict[str, Any], channel: FileC
     assert wanted is not None
     rounds = ClientRounds(
         fraction=wanted.fraction, least=wanted.min, epochs=0 if wanted.steps else wanted.epochs or 1,
-        steps=wanted.steps or 0, batch=train.batch,
+        steps=wanted.steps or 0, batch=train.probed_batch,
     )  # fmt: skip
     known = ClientSampler(data["train"], train.seed, _REGION, rounds)
     each = spec.wan.interval if isinstance(spec.wan.interval, int) else 1
@@ -151,14 +151,15 @@ def _steps(spec: JobSpec, known: ClientSampler, samples: int) -> float:
 
 
 def _invocation(spec: JobSpec, rounds: ClientRounds, exchanges: int, each: int) -> Invocation:
-    train = spec.train
+    # A job with clients states its batch.
+    train, given = spec.train, spec.train.probed_batch
     rate = train.learning_rate
     schedule = rate and Schedule(shape=rate.schedule, warmup=rate.warmup, floor=rate.floor, begin=rate.begin)
     return Invocation(
         job="in-process", region=_REGION, worker=0, workers=1, attempt=1, token="", ps_address="", ps_name="",
         ca_pem="", channel="file", channel_address="", bundle_key="", module=spec.task.module,
-        config=dict(spec.task.config), splits={}, region_batch=train.batch,
-        batch=-(-train.batch // train.accumulate), evaluation_batch=train.eval_batch or 0, steps_per_round=each,
+        config=dict(spec.task.config), splits={}, region_batch=given,
+        batch=-(-given // train.accumulate), evaluation_batch=train.eval_batch or 0, steps_per_round=each,
         rounds=exchanges, seed=train.seed, schedule=schedule or None, clip_norm=train.clip_norm or 0.0,
         precision=train.precision, compile=train.compile, local=tuple(train.local),
         proximal=_settings(spec).get(spec.wan.traits.proximal, 0.0), slice_seconds=math.inf, clients=rounds,

@@ -30,6 +30,7 @@ from scheduler._model import (
 )
 from scheduler._plan import Planner, plan
 from scheduler._restaff import Restaffing, Staffed, pace, paces, restaff
+from scheduler.search import BatchPlanner, tried_batches
 from scheduler.topology import (
     Rerouting,
     Sighting,
@@ -48,6 +49,7 @@ __all__ = [
     "BETWEEN_REGIONS",
     "SLICE_ENDS",
     "Alternative",
+    "BatchPlanner",
     "Capacity",
     "ClientDemand",
     "Cost",
@@ -94,5 +96,6 @@ __all__ = [
     "round_compute_seconds",
     "step_seconds",
     "stood_still_seconds",
+    "tried_batches",
     "unmeasured_mb",
 ]

@@ -27,7 +27,7 @@ from sync.policy import clients_of_round
 if TYPE_CHECKING:
     from scheduler.tuning import MergePoint, Step, TaskProfile
 
-__all__ = ["ConfiguredPartition", "configurations", "merging_of", "needed_mb", "unmeasured_mb"]
+__all__ = ["ConfiguredPartition", "configurations", "holds_batch", "merging_of", "needed_mb", "unmeasured_mb"]
 
 DEFAULT_MEMORY_MB = 1024
 """Memory of one worker in MiB where the job file says `auto` and the region's capacity allows it: torch with a small
@@ -181,6 +181,12 @@ def _ran_merge(region: Region, workers: int, snapshot: Snapshot, demand: Demand)
     nearest = min((point.workers for point in told), key=lambda count: (abs(count - workers), count))
     its = [point.seconds for point in told if point.workers == nearest]
     return float(np.median(its)) * (workers - 1) / (nearest - 1)
+
+
+def holds_batch(region: Region, snapshot: Snapshot, demand: Demand) -> bool:
+    """Return whether a function of a region has memory for a step, as far as a profile tells that."""
+    known = _profiled(region, snapshot, demand)
+    return known is None or bool(_measured(region, known, (1,), snapshot, demand))
 
 
 def needed_mb(snapshot: Snapshot, demand: Demand) -> float:

@@ -11,14 +11,12 @@ import numpy as np
 from scheduler._configurations import ConfiguredPartition
 from scheduler._exchange import Way, Ways
 from scheduler._model import Alternative, Demand, Reason
-from scheduler.search import EvaluatedPlans, Ints, PlanCriteria, PlanIndex, PlanSearch
+from scheduler.search import EvaluatedPlans, Ints, PlanCriteria, PlanIndex, PlanSearch, differences
 
 __all__ = ["alternatives", "beyond_limits"]
 
 _MOST_ALTERNATIVES = 2
 """Alternatives that are told of one decision."""
-_VISIBLE = 0.0005
-"""Relative difference below which two figures are told as equal: both are printed with three digits."""
 _UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 
 
@@ -159,14 +157,11 @@ def _why_not(
         return "rounds of whole steps would change the passes over some shard"
     mine = own.staff, own.interval, own.way
     pairs = (
-        (among.usd[where], best.usd[mine], "dearer"),
-        (among.seconds[where], best.seconds[mine], "slower"),
-        (among.factor[at.staff], best.factor[own.staff], "more samples for the same progress"),
+        (float(among.usd[where]), float(best.usd[mine]), "dearer"),
+        (float(among.seconds[where]), float(best.seconds[mine]), "slower"),
+        (float(among.factor[at.staff]), float(best.factor[own.staff]), "more samples for the same progress"),
     )
-    words = [f"{a / b - 1:.1%} {what}" for a, b, what in pairs if b and a / b - 1 > _VISIBLE]
-    given = points - search.given_up(best, own, limits)
-    words += [f"may give up {given:.2g} points more"] if given > 0.005 else []
-    return " and ".join(words) or "saves nothing that counts"
+    return differences(*pairs, points=points - search.given_up(best, own, limits)) or "saves nothing that counts"
 
 
 def beyond_limits(search: PlanSearch, demand: Demand) -> tuple[Reason, ...]:
@@ -192,6 +187,7 @@ def beyond_limits(search: PlanSearch, demand: Demand) -> tuple[Reason, ...]:
                 "INADMISSIBLE",
                 f"may cost up to ${_usd(least)}, the budget is ${_usd(budget)}",
                 f"a budget of ${_usd(least, up=True)} would do",
+                least_usd=least,
             )
         )
     return tuple(reasons)

@@ -292,7 +292,7 @@ class Demand:
     job: str
     dataset: str
     batch: int
-    """Samples of one worker in one step."""
+    """Samples of one worker in one step; where the plan chooses them, those that a probe measures."""
     epochs: float | None
     """Passes over the data; exactly one of `epochs` and `steps` is given."""
     steps: int | None
@@ -352,6 +352,10 @@ class Demand:
     deadline_seconds: float | None = None
     """Seconds from now."""
     budget_usd: float | None = None
+    chooses_batch: bool = False
+    """Whether the plan chooses the batch; plans are then compared for the same progress."""
+    least_batch: int | None = None
+    """Smallest batch that the plan may choose, with which its batch is compared; None: the batch is given."""
 
 
 @dataclass(frozen=True)
@@ -535,6 +539,11 @@ class Learning:
     """Gradient noise scale."""
     basis: str = "prior"
     """Basis of the noise scale: "measured" by a profile, or "prior". The points always rest on priors."""
+    score: float = 0.0
+    """What the plan was chosen by, the smaller the better: the logarithm of money or time, for the same progress where
+    that counts, with what is given up."""
+    tolerated: bool = True
+    """Whether the points that the global batch gives up for money are within the tolerance, too."""
 
 
 @dataclass(frozen=True)
@@ -601,6 +610,13 @@ class Plan:
     learning: Learning = Learning()
     sent_share: float = 1.0
     """Part of each update that is expected to pass the policy's filter."""
+    batches: tuple[int, ...] = ()
+    """Batches from which the plan has chosen that of its partitions; empty: the job file states it."""
+
+    @property
+    def batch(self) -> int:
+        """Samples of one worker in one step, where the job file leaves them to the plan."""
+        return self.partitions[0].batch
 
 
 @dataclass(frozen=True)
@@ -615,6 +631,8 @@ class Reason:
     earliest_seconds: float | None = None
     """If the deadline is the reason: the earliest deadline, in seconds from now, that might be possible; infinite: none
     is known."""
+    least_usd: float | None = None
+    """If the budget is the reason: the least budget that would do."""
 
 
 @dataclass(frozen=True)

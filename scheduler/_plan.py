@@ -6,7 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scheduler._configurations import TORCH_MB, ConfiguredPartition, configurations, merging_of, needed_mb
+from scheduler._configurations import (
+    TORCH_MB,
+    ConfiguredPartition,
+    configurations,
+    holds_batch,
+    merging_of,
+    needed_mb,
+)
 from scheduler._course import step_seconds
 from scheduler._estimate import basis_of, copied_of, estimate, figures_of, occasion_of, spread_of
 from scheduler._exchange import Ways, policy_of, share_of, ways_of
@@ -169,6 +176,8 @@ class _Problem:
                 points=self.search.given_up(evaluated, place, replace(limits, progress=True)),
                 noise_samples=measured or PRIOR_NOISE_SAMPLES,
                 basis="measured" if measured else "prior",
+                score=self.search.score_of(evaluated, place, limits),
+                tolerated=self.search.tolerates(evaluated, place, limits),
             ),
         )
         return replace(
@@ -183,8 +192,10 @@ def limits_of(demand: Demand) -> PlanCriteria:
     """Return what a demand's plan is chosen by."""
     deadline = math.inf if demand.deadline_seconds is None else demand.deadline_seconds
     budget = math.inf if demand.budget_usd is None else demand.budget_usd
-    # Who wants a number of samples soon gets them soon; money is saved only where the same progress costs less.
-    return PlanCriteria(demand.minimise, deadline, budget, progress=demand.to_goal or demand.minimise == "cost")
+    # Who wants a number of samples soon gets them soon; money is saved, and a batch chosen, only where the same
+    # progress takes less.
+    progress = demand.to_goal or demand.minimise == "cost" or demand.chooses_batch
+    return PlanCriteria(demand.minimise, deadline, budget, progress=progress)
 
 
 _KnownWays = dict[tuple[tuple[str, ...], bool], Ways | Declined]
@@ -565,6 +576,10 @@ def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: D
         return [Reason("INADMISSIBLE", text, "lower function.gpus, or keep the region out with regions.avoid")]
     if text := _gpu_memory(region, snapshot, demand):
         reasons.append(Reason("GPU_MEMORY", text, _SMALLER_STEPS))
+    if demand.chooses_batch and not holds_batch(region, snapshot, demand):
+        most = demand.memory_mb or capacity.memory_mb
+        text = f"a step of {demand.batch} samples does not fit into a function of {most} MB in {name}, as profiled"
+        reasons.append(Reason("INADMISSIBLE", text, "raise function.memoryMb, or the region's capacity.memoryMb"))
     free = max(0, snapshot.free_workers(region, demand.gpus))
     if part.workers > free:
         reasons.append(

@@ -4,7 +4,7 @@ from datetime import timedelta
 from typing import Any
 
 from control_plane._durations import format_duration
-from control_plane.spec._demand import to_demand
+from control_plane.spec._demand import batch_of, to_demand
 from control_plane.spec._load import LoadedSpec, key_path, load, parse_json, parse_request, parse_text
 from control_plane.spec._model import JobSpec
 from control_plane.spec._pack import PackedTask, pack, packed_code_digest
@@ -18,6 +18,7 @@ __all__ = [
     "LoadedSpec",
     "PackedTask",
     "StartsFrom",
+    "batch_of",
     "check_requirements",
     "check_task",
     "json_schema",

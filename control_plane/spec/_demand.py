@@ -7,7 +7,7 @@ from datetime import datetime
 from control_plane._durations import parse_duration
 from control_plane.spec._model import JobSpec
 from control_plane.spec.sections import GUARD
-from scheduler import ClientDemand, Demand
+from scheduler import ClientDemand, Demand, Plan
 from sync.codec import codec_named
 from sync.robust import QUARANTINE_ROUNDS, ROBUST_SETTING
 
@@ -27,7 +27,8 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
     return Demand(
         job=job,
         dataset=spec.data.dataset,
-        batch=spec.train.batch,
+        batch=spec.train.probed_batch,
+        chooses_batch=spec.train.batch == "auto",
         epochs=spec.train.end.epochs,
         # A job that trains nothing has a step that changes nothing.
         steps=1 if spec.evaluates_only else spec.train.end.steps,
@@ -66,6 +67,11 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
     )
 
 
+def batch_of(spec: JobSpec, plan: Plan) -> int:
+    """Return the samples of one worker in one step of a planned job; with clients, those of a local step."""
+    return spec.train.batch if isinstance(spec.train.batch, int) else plan.batch
+
+
 def _interval(spec: JobSpec) -> int | None:
     """Return the steps between exchanges. A round of clients is one step, after which federated averaging merges."""
     return 1 if spec.clients is not None and spec.wan.interval == "auto" else _count(spec.wan.interval)
@@ -80,7 +86,7 @@ def _clients(spec: JobSpec) -> ClientDemand | None:
 
 def _parallelism(spec: JobSpec) -> str:
     whole = spec.train.scaling != "fixed" or spec.privacy.differential is not None or spec.clients is not None
-    whole = whole or spec.evaluates_only
+    whole = whole or spec.evaluates_only or spec.train.batch == "auto"
     if whole or spec.objective.method != "auto" or spec.keys_without_pipeline:
         return "data"
     return spec.parallelism if isinstance(spec.parallelism, str) else "pipeline"

@@ -136,8 +136,37 @@ class JobSpec(Section):
                 raise ValueError(f"{key} cannot be used with {text}")
         if self.function.memory_mb == "auto":
             raise ValueError(f"{key} requires `function.memoryMb`: a function holds a process for each GPU")
-        if gpus != "auto" and self.train.batch < gpus:
+        if gpus != "auto" and self.train.batch != "auto" and self.train.batch < gpus:
             raise ValueError(f"{key} cannot divide a `train.batch` of {self.train.batch} samples")
+        return self
+
+    @model_validator(mode="after")
+    def _chooses_batch(self) -> JobSpec:
+        if self.train.batch != "auto":
+            return self
+        train, differential = self.train, self.privacy.differential
+        refused = (
+            (
+                train.end.steps is not None,
+                "`train.end.steps`, which are of a given batch: use `train.end.epochs`",
+            ),
+            (self.clients is not None, "`clients`, whose local steps learn by their batch"),
+            (isinstance(self.parallelism, Parallelism), "a pipeline, whose stages are cut for a given batch"),
+            (
+                differential is not None and differential.level == "sample",
+                "`privacy.differential.level: sample`, whose noise is for a given batch",
+            ),
+            (
+                train.scaling != "fixed",
+                f"`train.scaling: {train.scaling}`, which chooses the global batch while the job trains",
+            ),
+            (train.accumulate > 1, "`train.accumulate`, which divides a given batch"),
+            (self.function.gpus != 1, f"`function.gpus: {self.function.gpus}`, which divide a given batch"),
+            (self.objective.method != "auto", f"`objective.method: {self.objective.method}`, a rule for a given batch"),
+        )
+        for is_refused, text in refused:
+            if is_refused:
+                raise ValueError(f"`train.batch: auto` cannot be used with {text}")
         return self
 
     @model_validator(mode="after")

@@ -115,6 +115,7 @@ class PlanEvaluation:
         """Every configuration of every region, shape (regions, configurations)."""
         self.samples = np.array(samples, float)
         self.least_samples = float(self.configured.step_samples.min(axis=1).sum())
+        self._compared_samples = self.least_samples * (demand.least_batch or demand.batch) / demand.batch
         self.useful_ways = _undominated(ways)
         wanted = policy_of(demand).interval_steps
         self._usual = demand.interval or wanted or USUAL_INTERVAL
@@ -157,7 +158,7 @@ class PlanEvaluation:
             steps_of, rounds, steps, off = steps_of[:, only], rounds[:, only], steps[:, only], off[:, only]
             points, tolerated = points[:, only], tolerated[:, only]
         took = course(staffs, self._occasion, rounds, steps, self.ways.figures.at(ways))
-        factor = samples_factor(staffs.step_samples.sum(axis=1), self.least_samples, self._noise)
+        factor = samples_factor(staffs.step_samples.sum(axis=1), self._compared_samples, self._noise)
         return EvaluatedPlans(
             choice, ways, numbers, steps_of, rounds, took.seconds, took.usd, points, off, tolerated, factor,
             self._batch_points(factor),
@@ -180,7 +181,7 @@ class PlanEvaluation:
         demand = self.demand
         if demand.epochs is None or demand.to_goal:
             return np.zeros_like(factor)
-        return batch_points(factor, self.least_samples, demand.epochs * float(self.samples.sum()))
+        return batch_points(factor, self._compared_samples, demand.epochs * float(self.samples.sum()))
 
     def _tolerated(self, points: Floats, off: Floats, rounds: Floats, total: Floats) -> Bools:
         """Return whether points are within the tolerance, or no more than what the most careful way has to give up."""

@@ -171,6 +171,11 @@ class PlanSearch:
             + LOSSY_WORTH * self.evaluation.ways.lossy[list(evaluated.ways)]
         )
 
+    def tolerates(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> bool:
+        """Return whether a plan gives up no more than the tolerance by its global batch, too, where progress counts."""
+        allowed = self.allowed(evaluated, replace(limits, careful=limits.progress))
+        return bool(allowed[place.staff, place.interval, place.way])
+
     def kept(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> Bools:
         """Return whether plans keep deadline and budget."""
         seconds, usd = self.highest(evaluated)
@@ -231,7 +236,7 @@ class PlanSearch:
         """Return the best plan that is reached from the starts; None: there are none."""
         seen: set[tuple[bytes, int, int]] = set()
         found = [self._climbed(evaluated, place, limits, seen) for evaluated, place in starts]
-        best = min(found, key=lambda one: self._score(one[0], one[1], limits), default=None)
+        best = min(found, key=lambda one: self.score_of(one[0], one[1], limits), default=None)
         while best is not None and (better := self._improved_wholly(*best, limits)) is not None:
             best = self._climbed(*better, limits, seen)
         return best
@@ -268,7 +273,7 @@ class PlanSearch:
         rough = self.evaluation.evaluate(others, *present, roughly=True)
         score = np.where(self.allowed(rough, limits), self.score(rough, limits), np.inf)[:, 0, 0]
         order = score.argsort(kind="stable")
-        best = self._score(evaluated, place, limits)
+        best = self.score_of(evaluated, place, limits)
         helps = others[order[: np.count_nonzero(score < best)][:_MOST_JOINED]]
         together = joined(evaluated.choice[place.staff], helps)
         return self._better(np.concatenate([others[order[:_MOST_LOOKED_AT]], *together]), best, limits)
@@ -278,7 +283,7 @@ class PlanSearch:
     ) -> tuple[EvaluatedPlans, PlanIndex] | None:
         """Return the best of the changes that suit an interval, of one region or of two, each with all intervals and
         ways; None: none is better. Where they are too many to be evaluated so, they are not."""
-        choice, best = evaluated.choice[place.staff], self._score(evaluated, place, limits)
+        choice, best = evaluated.choice[place.staff], self.score_of(evaluated, place, limits)
         for change in (self._staffings.fitted, self._staffings.changed, self._staffings.changed_twice):
             others = change(choice)
             numbers = others.size * len(self.evaluation.intervals) * len(self.evaluation.useful_ways)
@@ -290,9 +295,11 @@ class PlanSearch:
         """Return the best of some staffings, each with all intervals and ways; None: none has a better score."""
         whole = self.evaluation.evaluate(others)
         found = self._picked(whole, limits)
-        return (whole, found) if found is not None and self._score(whole, found, limits) < than - _LEAST_GAIN else None
+        return (
+            (whole, found) if found is not None and self.score_of(whole, found, limits) < than - _LEAST_GAIN else None
+        )
 
-    def _score(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> float:
+    def score_of(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> float:
         return float(self.score(evaluated, limits)[place.staff, place.interval, place.way])
 
     def _picked(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> PlanIndex | None:

@@ -144,7 +144,7 @@ def best_score(search: PlanSearch, limits: PlanCriteria) -> float:
         evaluated = search.evaluation.evaluate(every[begin : begin + _CHUNK], ways=ways)
         place = search._picked(evaluated, limits)
         if place is not None:
-            best = min(best, search._score(evaluated, place, limits))
+            best = min(best, search.score_of(evaluated, place, limits))
     return best
 
 
@@ -160,4 +160,4 @@ def regret(snapshot: Snapshot, demand: Demand) -> float | None:
     found = problem.search.best(limits)
     if found is None:
         return math.inf if math.isfinite(best) else None
-    return math.expm1(problem.search._score(*found, limits) - best)
+    return math.expm1(problem.search.score_of(*found, limits) - best)

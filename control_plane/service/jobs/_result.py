@@ -18,7 +18,7 @@ from control_plane.core import (
     models_of,
 )
 from control_plane.service.measuring._known import task_keys
-from control_plane.spec import JobSpec
+from control_plane.spec import JobSpec, batch_of
 from control_plane.store import JobRow, RunRow
 from scheduler import (
     SLICE_ENDS,
@@ -129,7 +129,7 @@ def runs_so_far(
 ) -> tuple[RunRow, ...]:
     """Return the measurements of a task by a running or ended job, one for each region."""
     # With shards to copy, the start time says nothing about the next job's start.
-    begun_at, stepped_at = state.begun_at or row.created_at, _first_steps_at(state, spec)
+    begun_at, stepped_at = state.begun_at or row.created_at, _first_steps_at(state, batch_of(spec, plan))
     start_seconds = 0.0 if state.copies else max(0.0, stepped_at - begun_at)
     planned = {part.region: part for part in plan.partitions}
     told = _times_of(state, plan, stepped_at, table or {})
@@ -145,7 +145,7 @@ def runs_so_far(
             start_seconds=start_seconds,
             merge_json=_merge_of(part.report, planned.get(part.region), plan, state.flat_bytes or state.blob_bytes),
             kin_key=task_keys(spec, "")[1],
-            batch=spec.train.batch,
+            batch=batch_of(spec, plan),
             stage_pace=_stage_pace_of(part.report, planned.get(part.region)),
             start_function_seconds=functions,
             start_server_seconds=server,
@@ -252,13 +252,13 @@ def _sent_share(state: JobState, plan: Plan) -> float | None:
     return min(1.0, sent / unfiltered)
 
 
-def _first_steps_at(state: JobState, spec: JobSpec) -> float:
+def _first_steps_at(state: JobState, batch: int) -> float:
     """Return when the last region began to train: its first report minus the time of the steps made by then."""
     last = state.partition(state.stepped_region)
-    if last is None or last.report is None or last.report.speed.samples_per_second <= 0 or not spec.train.batch:
+    if last is None or last.report is None or last.report.speed.samples_per_second <= 0 or not batch:
         # Jobs started under an older version lack these fields.
         return state.started_at
-    made_seconds = state.stepped_steps * spec.train.batch / last.report.speed.samples_per_second
+    made_seconds = state.stepped_steps * batch / last.report.speed.samples_per_second
     return max(state.started_at, state.stepped_at - made_seconds)
 
 

@@ -38,7 +38,7 @@ from control_plane.service.planning._replan_gain import ROUNDS_SEEN, RoundTimes,
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
-from control_plane.spec import JobSpec, parse_json
+from control_plane.spec import JobSpec, batch_of, parse_json
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan
 
@@ -320,6 +320,8 @@ def rest_of(entry: JobEntry, at: float, model: KeptModel | None = None) -> JobSp
     rest: dict[str, Any] = json.loads(spec.to_json())
     train, objective = rest["train"], rest["objective"]
     train["initialModel"] = {"job": job, "round": model.round if model is not None else None}
+    # A batch that the plan has chosen stays.
+    train["batch"] = batch_of(spec, entry.plan)
     train["seed"] = (spec.train.seed + 1) % _SEED_LIMIT
     end = spec.train.end
     if end.steps is not None:

@@ -18,6 +18,7 @@ __all__ = [
     "Learnt",
     "gpu_bytes_of",
     "gpu_lacks_of",
+    "measured_batches",
     "merges_of",
     "probed_speeds",
     "speeds_of",
@@ -123,14 +124,26 @@ def stage_paces_of(runs: Iterable[RunRow]) -> dict[str, float]:
     return {region: min(max(statistics.median(own[:_RECENT_RUNS]), 0.5), 4.0) for region, own in ratios.items()}
 
 
+def measured_batches(learnt: Learnt, profiles: Mapping[str, TaskProfile]) -> frozenset[int]:
+    """Return the batches of which steps of a task were measured, by runs, profiles and its probe."""
+    ran = [run.batch for run in learnt.runs if run.samples_per_second > 0 and run.batch and not run.profile_json]
+    profiled = [point.batch for profile in profiles.values() for point in profile.steps]
+    return frozenset([*ran, *profiled, *(size for size, *_ in _probed_steps(learnt.weight))])
+
+
+def _probed_steps(weight: WeightRow | None) -> list[tuple[int, float]]:
+    """Return the batches and seconds of the steps that a task's probe has timed."""
+    return [(size, seconds) for size, seconds, *_ in json.loads(weight.steps_json)] if weight is not None else []
+
+
 def speeds_of(
-    runs: Sequence[RunRow], batch: int, profiles: Mapping[str, TaskProfile]
+    runs: Sequence[RunRow], batch: int, profiles: Mapping[str, TaskProfile], weight: WeightRow | None = None
 ) -> tuple[dict[str, float], frozenset[str]]:
     """Return samples/s of one worker at a batch by region, and the regions where the value is a guess.
 
     The newest run with that batch counts, or a profile where there was no run. A run with another batch is converted by
-    the profile, or by two runs with different batches; without either, half of its step time is assumed fixed and half
-    proportional to the batch. Runs with a speed of 0 tell none.
+    the profile, by two runs with different batches, or by the task's probe (``weight``); without any, half of its step
+    time is assumed fixed and half proportional to the batch. Runs with a speed of 0 tell none.
     """
     speeds, guessed = {}, set()
     runs = [run for run in runs if run.samples_per_second > 0]
@@ -146,7 +159,7 @@ def speeds_of(
         fixed, each = _line(own, profiles.get(region))
         if fixed + each <= 0:
             guessed.add(region)
-            fixed, each = float(newest.batch), 1.0
+            fixed, each = _line_of_probe(weight) or (float(newest.batch), 1.0)
         slower = (fixed + each * batch) / (fixed + each * newest.batch)
         speeds[region] = batch * newest.samples_per_second / newest.batch / slower
     return speeds, frozenset(guessed)
@@ -158,7 +171,7 @@ def probed_speeds(weight: WeightRow | None, batch: int) -> dict[str, float]:
         return {}
     timed = [
         RunRow("", weight.region, weight.task_key, weight.at, size / seconds, weight.model_bytes, 0.0, batch=size)
-        for size, seconds, *_ in json.loads(weight.steps_json)
+        for size, seconds in _probed_steps(weight)
     ]
     return speeds_of(timed, batch, {})[0]
 
@@ -173,6 +186,17 @@ def gpu_lacks_of(weight: WeightRow | None) -> dict[str, tuple[int, str]]:
     """Return the regions in which a probe did not fit into the GPU's memory: its batch, and what was told of it."""
     lacks = json.loads(weight.gpu_lacks_json) if weight is not None else {}
     return {region: (batch, text) for region, (batch, text, *_) in lacks.items()}
+
+
+def _line_of_probe(weight: WeightRow | None) -> tuple[float, float] | None:
+    """Return the fixed seconds of a step and the seconds per sample by a task's probe; None: it does not tell."""
+    steps = sorted(_probed_steps(weight))
+    if len(steps) < 2:
+        return None
+    (small, least), (large, most) = steps[0], steps[-1]
+    # Limit noise, as of two runs.
+    each = min(max((most - least) / (large - small), 0.0), most / large)
+    return most - each * large, each
 
 
 def _line(own: Sequence[RunRow], profile: TaskProfile | None) -> tuple[float, float]:

@@ -416,7 +416,7 @@ class Probing:
                 dataset=spec.data.dataset,
                 submission=submission,
             ),
-            batch=spec.train.batch,
+            batch=spec.train.probed_batch,
             evaluation_batch=spec.train.eval_batch or 0,
             seed=spec.train.seed,
             memories_mb=[memory_mb],

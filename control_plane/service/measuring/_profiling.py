@@ -143,7 +143,7 @@ def _command(
             dataset=spec.data.dataset,
             submission=request.submission,
         ),
-        batch=spec.train.batch,
+        batch=spec.train.probed_batch,
         evaluation_batch=spec.train.eval_batch or 0,
         seed=spec.train.seed,
         memories_mb=memories_mb,

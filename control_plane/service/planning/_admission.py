@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from control_plane.pki import utc_now
-from control_plane.service.measuring._known import Learnt
+from control_plane.service.measuring._known import Learnt, measured_batches
 from control_plane.service.planning._dates import too_late, with_dates
 from control_plane.service.planning._features import refused_by_age, refused_by_lack, refused_by_shares
 from control_plane.service.planning._gangs import (
@@ -32,7 +32,7 @@ from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._quota import over_quota, rules_for, turn_of
 from control_plane.spec import JobSpec, to_demand
-from scheduler import Declined, Demand, Plan, Planner
+from scheduler import BatchPlanner, Declined, Demand, Plan, Planner, Snapshot, tried_batches
 from scheduler.deadline import Gang, Reservation, allot_kinds, devices_of, offer
 
 __all__ = [
@@ -73,6 +73,7 @@ class AdmittedJob:
 
 
 Answer = AdmittedJob | Declined
+_Planner = Planner | BatchPlanner
 
 
 @dataclass(frozen=True)
@@ -152,11 +153,20 @@ class PendingAdmission:
         steps = [to_demand(self.spec, self.job, now, deadline=step.deadline) for step in soft]
         return [hard, *steps, replace(hard, deadline_seconds=None)]
 
-    def _planner(self, busy: dict[str, int], devices: dict[str, int]) -> Planner:
-        snapshot = snapshot_of(self.draft.regions.values(), (), self.learnt, self.spec.train.batch)
-        return Planner(replace(snapshot, busy_workers=busy, busy_devices=devices))
+    def _planner(self, busy: dict[str, int], devices: dict[str, int]) -> _Planner:
+        train, demand = self.spec.train, self._demands()[0]
 
-    def _offered(self, planner: Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Reservation]] | Declined:
+        def snapshot(batch: int) -> Snapshot:
+            found = snapshot_of(self.draft.regions.values(), (), self.learnt, batch)
+            return replace(found, busy_workers=busy, busy_devices=devices)
+
+        usual = snapshot(train.probed_batch)
+        if train.batch != "auto":
+            return Planner(usual)
+        tried = tried_batches(usual, demand, measured_batches(self.learnt, usual.profiles))
+        return BatchPlanner(lambda batch: Planner(snapshot(batch)), tried)
+
+    def _offered(self, planner: _Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Reservation]] | Declined:
         """Return the plan, the job's gang, and the workers reserved for all promises with it.
 
         If the cheapest plan's deadline cannot be promised, the fastest one's is tried.
@@ -167,7 +177,7 @@ class PendingAdmission:
         faster = self._planned(planner, replace(demand, minimise="time"))
         return found if isinstance(faster, Declined) else faster
 
-    def _planned(self, planner: Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Reservation]] | Declined:
+    def _planned(self, planner: _Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Reservation]] | Declined:
         chosen = planner.plan(demand)
         if isinstance(chosen, Declined):
             return chosen
@@ -208,7 +218,7 @@ class PendingAdmission:
             return too_late(offered, demand, chosen, draft.at, alone=alone)
         return new, offered.held
 
-    def _decided(self, planner: Planner, demand: Demand, step: int) -> AdmittedJob | Declined:
+    def _decided(self, planner: _Planner, demand: Demand, step: int) -> AdmittedJob | Declined:
         offered = self._offered(planner, demand)
         return offered if isinstance(offered, Declined) else self._decision(*offered, step)
 

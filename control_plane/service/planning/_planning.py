@@ -46,7 +46,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
     busy, devices = _held(jobs)
     runs, weight = learnt.runs, learnt.weight
     profiles = profiles_of(runs)
-    speeds, guessed = speeds_of(runs, batch, profiles)
+    speeds, guessed = speeds_of(runs, batch, profiles, weight)
     # A count by an agent is of this code's model; runs of other versions of the code may have another size.
     counted = weight is not None and not learnt.of_own_code(weight.task_key)
     ran_bytes = next((run.model_bytes for run in runs if run.model_bytes), None)

@@ -284,7 +284,8 @@ def client_rounds(spec: JobSpec) -> agent_pb2.ClientRounds | None:
         least=wanted.min,
         epochs=0 if wanted.steps else wanted.epochs or 1,
         steps=wanted.steps or 0,
-        batch=spec.train.batch,
+        # A job with clients states its batch.
+        batch=spec.train.probed_batch,
     )
 
 

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from control_plane.spec._types import BELOW, Duration, Name, Workers
+from control_plane.spec._types import BELOW, AutoOrCount, Duration, Name, Workers
 from control_plane.spec.sections._base import Section
 from geofed_pb.bounds import MOST_SECRETS, SECRET_NAME
 from geofed_pb.user_code.images import IMAGE, LONGEST_IMAGE
@@ -38,6 +38,10 @@ __all__ = [
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """Names of environment variables."""
+
+PROBED_BATCH = 64
+"""Batch with which the task of a job is measured whose file leaves it to the plan. A probe then makes steps of 64 and 16
+samples, a profile of 16 to 128; most tasks have memory for that, and learn well with a batch near it."""
 
 MOST_KEPT = 100
 """Limit of the models of a job's rounds that the control plane keeps; `train.keep: all` keeps as many."""
@@ -254,9 +258,11 @@ class StartsFrom(Section):
 class Train(Section):
     """How workers train: batch, learning rate, seed, number of workers and evaluation."""
 
-    batch: int = Field(ge=1, lt=BELOW)
+    batch: AutoOrCount
     """Number of samples of one worker in one step; with a pipeline, of one replica. If a region's step is larger than
-    its shard, the plan shows the real number of epochs."""
+    its shard, the plan shows the real number of epochs. `auto`: the batch with which the same progress costs least
+    within the deadline, or takes least time within the budget, chosen once, before the job starts. The learning rate
+    stays as the task sets it (docs/planning.md#the-batch)."""
     learning_rate: LearningRate | None = None
     """Schedule of the optimiser's learning rate over the job's planned steps. Default: the optimiser's own rate,
     constant."""
@@ -315,6 +321,11 @@ class Train(Section):
     `end.goal`, else the lowest `loss`."""
 
     @property
+    def probed_batch(self) -> int:
+        """Batch with which the task is measured before a plan."""
+        return self.batch if isinstance(self.batch, int) else PROBED_BATCH
+
+    @property
     def compared(self) -> Best:
         """What makes a model the best one, with the default."""
         goal = self.end.goal
@@ -324,7 +335,7 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _accumulates_samples(self) -> Train:
-        if self.accumulate > self.batch:
+        if isinstance(self.batch, int) and self.accumulate > self.batch:
             raise ValueError(f"`accumulate: {self.accumulate}` is more than the `batch` of {self.batch} samples")
         return self
 
