@@ -117,11 +117,14 @@ class BatchPlanner:
     def _others(
         self, order: Sequence[int], found: Mapping[int, Plan | Declined], demand: Demand
     ) -> Iterator[Alternative]:
-        """Return the best other batches, and why no larger one was tried if that may have decided."""
+        """Return the best other batch and one that would save more but is not allowed, or in place of either another
+        one; and why no larger one was tried if that may have decided."""
         own, decision = found[order[0]], f"batch {order[0]}"
         assert isinstance(own, Plan)
-        refused = [batch for batch in found if batch not in order]
-        for batch in (*order[1:], *refused)[:_MOST_ALTERNATIVES]:
+        refused = sorted(found.keys() - set(order), key=lambda batch: (abs(batch - order[0]), batch))
+        tempting = [*(batch for batch in order[1:] if _saves(found[batch], own, demand)), *refused]
+        told = dict.fromkeys([*order[1:2], *tempting[:1], *order[2:], *refused])
+        for batch in [*told][:_MOST_ALTERNATIVES]:
             other = found[batch]
             if isinstance(other, Plan):
                 took = other.estimate
@@ -132,6 +135,14 @@ class BatchPlanner:
         largest = self._tried.batches[-1]
         if order[0] == largest:
             yield Alternative(str(2 * largest), f"not tried: {self._tried.why_no_larger}", decision)
+
+
+def _saves(other: Plan | Declined, own: Plan, demand: Demand) -> bool:
+    """Return whether a plan that gives up too much would save time or money."""
+    if isinstance(other, Declined) or other.learning.tolerated:
+        return False
+    what = "seconds" if demand.minimise == "time" else "usd"
+    return bool(getattr(other.estimate, what).expected < getattr(own.estimate, what).expected)
 
 
 def _why_not(other: Plan, own: Plan, demand: Demand) -> str:

@@ -295,9 +295,9 @@ class PlanSearch:
         """Return the best of some staffings, each with all intervals and ways; None: none has a better score."""
         whole = self.evaluation.evaluate(others)
         found = self._picked(whole, limits)
-        return (
-            (whole, found) if found is not None and self.score_of(whole, found, limits) < than - _LEAST_GAIN else None
-        )
+        if found is None or self.score_of(whole, found, limits) >= than - _LEAST_GAIN:
+            return None
+        return whole, found
 
     def score_of(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> float:
         return float(self.score(evaluated, limits)[place.staff, place.interval, place.way])

@@ -86,7 +86,7 @@ function: {slice: 11m}
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (("batch: 10", "batch: '10'"), "F:6:16: `train.batch`: input should be a valid integer"),
+        (("batch: 10", "batch: '10'"), "F:6:16: `train.batch`: must be `auto` or a positive integer"),
         (("batch: 10", "batch: 10, batch: 11"), "F:6:20: duplicate key `batch`; first used in line 6"),
         (("interval: 2", "interval: 0"), "F:7:28: `advanced.wan.interval`: must be `auto` or a positive integer"),
         (
