@@ -7,6 +7,7 @@ from collections.abc import Callable
 from control_plane._view import Data, bytes_text, seconds_text, usd_text
 
 __all__ = [
+    "batch_text",
     "budget_promise",
     "clients_text",
     "deadline_promise",
@@ -26,6 +27,7 @@ def plan_facts(plan: Data) -> list[tuple[str, str]]:
     facts = [
         ("waits for", plan.get("waits_for", "")),
         ("starts from", initial_model_text(plan.get("initial_model"))),
+        ("batch", batch_text(plan)),
         ("rounds", length_text(plan)),
         ("clients", clients_text(plan)),
         ("merge", f"{_collective(plan)}; between regions by {plan['wan_policy']}, in {plan['codec']}"),
@@ -87,6 +89,16 @@ def length_text(plan: Data) -> str:
     if any(part.get("clients") for part in plan["partitions"]):
         each = "round of clients" if plan["interval"] == 1 else "rounds of clients"
     return f"{plan['rounds']}, each of {plan['interval']} {each}"
+
+
+def batch_text(plan: Data) -> str:
+    """Format the batch that the plan has chosen; empty: the job file states it."""
+    tried = plan.get("batches", [])
+    if not tried:
+        return ""
+    chosen = f"{plan['partitions'][0]['batch']} samples of a worker in a step"
+    others = f"chosen of {', '.join(map(str, tried))}" if len(tried) > 1 else "no other was compared"
+    return f"{chosen}, {others}; the learning rate stays as the task sets it"
 
 
 def clients_text(plan: Data) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from control_plane._plan_view import (
+    batch_text,
     budget_promise,
     clients_text,
     deadline_promise,
@@ -35,6 +36,7 @@ def plan_summary(plan: Data) -> str:
             ("time", range_text(estimate["seconds"], seconds_text)),
             ("WAN bytes", range_text(estimate["wan_bytes"], bytes_text)),
             ("cost", range_text(estimate["usd"], usd_text)),
+            ("batch", batch_text(plan)),
             ("clients", clients_text(plan)),
             ("exchange", exchange_text(plan)),
             ("privacy", privacy_text(plan)),

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.server import ServeConfig
-from control_plane.service.measuring._known import speeds_of, stage_paces_of, task_keys
+from control_plane.service.measuring._known import Learnt, measured_batches, speeds_of, stage_paces_of, task_keys
 from control_plane.service.planning._tuning import profile_from_json
 from control_plane.spec import load, pack
-from control_plane.store import Change, RunRow, open_store
+from control_plane.store import Change, RunRow, WeightRow, open_store
 from geofed_pb.v1 import control_pb2
 from scheduler.tuning import fit_compute
 from tests.control_plane.conftest import staged
@@ -95,6 +95,23 @@ def test_two_batches_make_a_line_and_one_a_guess() -> None:
     assert speeds_of(runs, 30, {})[0] == {"a": 30 / 0.5}, "what was measured with it counts"
     told, guessed = speeds_of(runs[:1], 20, {})
     assert (math.isclose(told["a"], 20 / 0.45), guessed) == (True, frozenset({"a"}))
+
+
+def test_a_probe_of_two_batches_tells_more_than_a_guess() -> None:
+    probed = WeightRow("t", "b", 0.0, 10, 40, json.dumps([[64, 0.74, 0], [16, 0.26, 0]]), 2.0)
+    told, guessed = speeds_of([row(64, 32.0)], 16, {}, probed)
+    # Of 2 s for 64, where the probe took 0.74 s.
+    assert (told["a"], guessed) == (pytest.approx(16 / (2.0 * 0.26 / 0.74)), frozenset({"a"}))
+    one = replace(probed, steps_json=json.dumps([[64, 0.74, 0]]))
+    assert speeds_of([row(64, 32.0)], 16, {}, one) == speeds_of([row(64, 32.0)], 16, {})
+
+
+def test_batches_are_measured_by_runs_profiles_and_the_probe() -> None:
+    probed = WeightRow("t", "b", 0.0, 10, 40, json.dumps([[64, 0.74, 0], [16, 0.26]]), 2.0)
+    profile = profile_from_json(json.dumps(profile_of("a", 10)), "a")
+    runs = (row(100, 32.0), row(50, 0.0), row(0, 32.0), replace(row(7, 32.0), profile_json="{}"))
+    assert measured_batches(Learnt(runs, probed), {"a": profile}) == {5, 10, 20, 16, 64, 100}
+    assert measured_batches(Learnt(), {}) == frozenset()
 
 
 @given(st.lists(st.tuples(st.integers(1, 4096), st.floats(0.1, 1e6)), min_size=1, max_size=4), st.integers(1, 4096))

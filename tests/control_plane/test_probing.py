@@ -25,6 +25,7 @@ from control_plane.service.measuring import _probing
 from control_plane.service.measuring._known import Learnt, probed_speeds, task_keys
 from control_plane.service.planning._planning import snapshot_of
 from control_plane.spec import load, pack
+from control_plane.spec.sections import PROBED_BATCH
 from control_plane.store import Change, RunRow, WeightRow, open_store
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, common_pb2
@@ -68,6 +69,32 @@ async def told_of(stage: Stage, kind: str) -> list[Any]:
 
 def asked(agent: FakeAgent) -> int:
     return sum(command.WhichOneof("body") == "probe" for command in agent.commands)
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_left_to_the_plan_is_chosen_near_what_the_probe_has_measured(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    auto = ("train.batch=auto", "train.end={epochs: 20}")
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            answer = asyncio.create_task(plan(stage, job_file, *auto))
+            command = await agent.command("probe")
+            assert command.batch == PROBED_BATCH
+            steps = [{"batch": 64, "seconds": 0.05}, {"batch": 16, "seconds": 0.02}]
+            agent.tell_profile(command.id, weight=weight(steps=steps))
+            told = await answer
+            assert told["batches"] == [8, 16, 32, 64]
+            (part,) = told["partitions"]
+            assert any(other["decision"] == f"batch {part['batch']}" for other in told["alternatives"])
+            assert f"{part['batch']} samples of a worker in a step, chosen of 8, 16, 32, 64" in plan_text(told)
+            job = (await stage.submit(job_file, overrides=auto)).job
+            assert (await agent.command("start")).plan.batch == part["batch"]
+            assert json.loads(job.spec_json)["train"]["batch"] == "auto"
+            assert asked(agent) == 1
+
+    run(scenario())
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from control_plane._durations import format_duration, parse_duration
 from control_plane.core import SendStart
 from control_plane.service.rpc._wire import command_of
 from control_plane.spec import check_task, json_schema, load, pack, packed_code_digest, parse_json, to_demand
+from control_plane.spec.sections import PROBED_BATCH
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
@@ -309,6 +310,40 @@ def test_what_clients_cannot_be_used_with_is_refused(job_file: Path, settings: l
 def test_what_an_evaluation_cannot_be_used_with_is_refused(job_file: Path, settings: list[str], told: str) -> None:
     (error,) = errors_of(job_file, JOB, "train.end={steps: 0}", "advanced={}", *settings)
     assert told in error
+
+
+def test_a_batch_may_be_left_to_the_plan(job_file: Path) -> None:
+    loaded = load(job_file, ["train.batch=auto", "train.end={epochs: 2}"])
+    assert json.loads(loaded.json)["train"]["batch"] == "auto"
+    demand = to_demand(loaded.spec, "j", NOW)
+    assert (demand.batch, demand.chooses_batch, demand.parallelism) == (PROBED_BATCH, True, "data")
+    given = to_demand(load(job_file).spec, "j", NOW)
+    assert (given.batch, given.chooses_batch, given.parallelism) == (10, False, "auto")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["train.end={steps: 4}"], "`train.end.steps`, which are of a given batch: use `train.end.epochs`"),
+        (["train.end={steps: 0}", "advanced={}"], "`train.end.steps`"),
+        ([CLIENTS, "wan={}"], "`clients`"),
+        (["parallelism={pipeline: {stages: 2}}"], "a pipeline"),
+        (
+            ["privacy.differential={level: sample, epsilon: 8, delta: 1e-5, clipNorm: 1.0}"],
+            "`privacy.differential.level: sample`",
+        ),
+        (
+            ["train.scaling=tuned", "train.end.goal={metric: loss, atMost: 0.1}", "train.evaluateEvery=1"],
+            "`train.scaling: tuned`",
+        ),
+        (["train.accumulate=2"], "`train.accumulate`"),
+        (["function={gpus: 2, memoryMb: 4096}"], "`function.gpus: 2`"),
+        (["objective.method=greedy"], "`objective.method: greedy`"),
+    ],
+)
+def test_what_a_batch_cannot_be_left_to_the_plan_with(job_file: Path, settings: list[str], told: str) -> None:
+    found = errors_of(job_file, JOB, "train.batch=auto", "train.end={epochs: 2}", *settings)
+    assert any(f"`train.batch: auto` cannot be used with {told}" in error for error in found), found
 
 
 @pytest.mark.parametrize(

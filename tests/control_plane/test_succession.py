@@ -399,6 +399,9 @@ def test_what_is_left_of_a_job(tmp_path: Path) -> None:
     assert rest.objective.deadline == "2027-01-15T08:00:00.500000+00:00"
     kept = ("task", "data", "regions", "wan", "function", "metadata", "limits")
     assert all(getattr(rest, name) == getattr(job.spec, name) for name in kept)
+    chosen = running(tmp_path, "train.end={epochs: 40}", "train.batch=auto", done=5)
+    parts = tuple(replace(part, batch=16) for part in chosen.plan.partitions)
+    assert rest_of(replace(chosen, plan=replace(chosen.plan, partitions=parts)), 0.0).train.batch == 16
     # One that was taken without a promise continues without one.
     assert rest_of(job, 0.0).objective.deadline is None
     with pytest.raises(GeofedError, match="has nothing left to train"):

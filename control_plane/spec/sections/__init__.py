@@ -14,6 +14,7 @@ from control_plane.spec.sections._methods import (
 )
 from control_plane.spec.sections._training import (
     MOST_KEPT,
+    PROBED_BATCH,
     Best,
     Clients,
     Data,
@@ -30,6 +31,7 @@ __all__ = [
     "GUARD",
     "LONGEST_SLICE",
     "MOST_KEPT",
+    "PROBED_BATCH",
     "Advanced",
     "Best",
     "Clients",

@@ -23,6 +23,7 @@ from geofed_pb.user_code.images import IMAGE, LONGEST_IMAGE
 
 __all__ = [
     "MOST_KEPT",
+    "PROBED_BATCH",
     "Best",
     "Clients",
     "Data",
@@ -40,8 +41,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """Names of environment variables."""
 
 PROBED_BATCH = 64
-"""Batch with which the task of a job is measured whose file leaves it to the plan. A probe then makes steps of 64 and 16
-samples, a profile of 16 to 128; most tasks have memory for that, and learn well with a batch near it."""
+"""Batch with which the task of a job is measured whose file leaves it to the plan. A probe then makes steps of 64 and
+16 samples, a profile of 16 to 128; most tasks have memory for that, and learn well with a batch near it."""
 
 MOST_KEPT = 100
 """Limit of the models of a job's rounds that the control plane keeps; `train.keep: all` keeps as many."""

@@ -232,6 +232,20 @@ def test_a_published_rule_chooses_the_workers(live: Federation, run: Run, job_fi
     assert (wrong.status, "objective.method" in wrong.err) == (3, True)
 
 
+def test_a_batch_is_chosen_and_explained(live: Federation, run: Run, job_file: str) -> None:
+    auto = [part for one in ("train.batch=auto", "train.end={epochs: 20}") for part in ("--set", one)]
+    assert run("validate", job_file, *auto).status == 0
+    told = run("explain", job_file, *auto, "-o", "json").data
+    (batch,) = {part["batch"] for part in told["partitions"]}
+    assert batch in told["batches"]
+    assert f"batch {batch}" in {other["decision"] for other in told["alternatives"]}
+    assert re.search(
+        rf"^batch +{batch} samples of a worker in a step", run("explain", job_file, *auto).out, re.MULTILINE
+    )
+    refused = run("validate", job_file, *auto, "--set", "train.accumulate=2")
+    assert (refused.status, "`train.batch: auto` cannot be used with `train.accumulate`" in refused.err) == (3, True)
+
+
 def test_a_plan_is_explained_and_drawn(live: Federation, run: Run, job_file: str, tmp_path: Path) -> None:
     before = [job["id"] for job in run("list", "--all", "-o", "json").data]
     plot = tmp_path / "plan.svg"
