@@ -98,7 +98,7 @@ def batch_text(plan: Data) -> str:
         return ""
     chosen = f"{plan['partitions'][0]['batch']} samples of a worker in a step"
     others = f"chosen of {', '.join(map(str, tried))}" if len(tried) > 1 else "no other was compared"
-    return f"{chosen}, {others}; the learning rate stays as the task sets it"
+    return f"{chosen}, {others}; the learning rate stays, but for `train.learningRate.batch`"
 
 
 def clients_text(plan: Data) -> str:

@@ -304,6 +304,10 @@ class JobSpec(Section):
         method = self.advanced.method
         refused = (
             (isinstance(self.parallelism, Parallelism), "a pipeline, whose stages share every step"),
+            (
+                train.learning_rate is not None and train.learning_rate.batch is not None,
+                "`train.learningRate.batch`: each client steps with `train.batch` samples",
+            ),
             (train.precision == "fp16", "`train.precision: fp16`, whose scale is of one optimiser; use bf16"),
             (train.scaling != "fixed", f"`train.scaling: {train.scaling}`, which changes the batch of a step"),
             (train.balance != "data", "`train.balance: speed`: all regions make the same rounds of clients"),

@@ -25,6 +25,7 @@ __all__ = [
     "PRIVATE_COUNTS",
     "PROBED_LABELS",
     "QUARANTINE",
+    "RATE_OF_BATCH",
     "REQUIREMENTS",
     "ROBUST_BACKGROUND",
     "SECRETS",
@@ -56,6 +57,7 @@ MERGE_TO_ALL = "advanced.k: 0"
 ROBUST_BACKGROUND = "advanced.wan.robust with advanced.wan.exchange: background"
 PRIVATE_COUNTS = "privacy.differential with train.end.steps: 0"
 QUARANTINE = "advanced.wan.quarantine"
+RATE_OF_BATCH = "train.learningRate.batch"
 PARTS = "task folder above 1 MiB"
 """Files of a task folder are sent each by itself."""
 PROBED_LABELS = "labels in probes"
@@ -64,5 +66,6 @@ FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
     IMAGE, ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER, COMPILE, GPUS, PROBED_LABELS, QUARANTINE, PRIVATE_COUNTS,
+    RATE_OF_BATCH,
 )  # fmt: skip
 """All features of this version."""

@@ -136,7 +136,10 @@ def whole_pipelines(plan: agent_pb2.PartitionPlan, workers: int) -> int:
 
 
 def _schedule(rate: agent_pb2.LearningRate) -> Schedule:
-    fields = {"shape": rate.schedule, "warmup": rate.warmup, "floor": rate.floor, "begin": rate.begin}
+    fields = {
+        "shape": rate.schedule, "warmup": rate.warmup, "floor": rate.floor, "begin": rate.begin,
+        "scale": rate.scale or 1.0,
+    }  # fmt: skip
     try:
         return Schedule.model_validate(fields)
     except ValidationError:

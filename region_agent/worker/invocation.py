@@ -73,6 +73,8 @@ class Schedule(BaseModel):
     """Fraction of the full rate that is left at the last step."""
     begin: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the schedule that an earlier job has completed, whose model this job continues."""
+    scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Factor of the optimiser's rate, as the region's batch is another than the rate is meant for."""
 
 
 class Stretch(BaseModel):

@@ -519,15 +519,24 @@ def test_workers_are_stated_once_or_by_region(job_file: Path) -> None:
 
 def test_how_the_learning_rate_goes_reaches_the_agents_as_it_is_written(job_file: Path) -> None:
     snapshot = Snapshot(tuple(catalogue(name) for name in "ab"))
-    rates = {}
-    for setting in ("train.seed=1", "train.learningRate={schedule: cosine, warmup: 0.05}"):
+    rates, workers = {}, set()
+    for setting in (
+        "train.seed=1", "train.learningRate={schedule: cosine, warmup: 0.05}", "train.learningRate={batch: 40}",
+    ):  # fmt: skip
         spec = load(job_file, [setting]).spec
         chosen = plan(snapshot, to_demand(spec, "j", NOW))
         assert isinstance(chosen, Plan)
         row = JobRow("j", "j", "r", "sha256:c", "sha256:b", "sha256:t", "{}", "{}", "{}", "planned", 0.0)
         task = command_of(SendStart("a", 1), row, spec, chosen, pytest.fail).start.task
+        workers.add(chosen.partitions[0].workers)
         rates[setting] = task.learning_rate if task.HasField("learning_rate") else None
-    assert list(rates.values()) == [None, agent_pb2.LearningRate(schedule="cosine", warmup=0.05, floor=0.0)]
+    # Of 10 samples of a worker, where the rate is meant for 40.
+    assert workers == {1}
+    assert list(rates.values()) == [
+        None,
+        agent_pb2.LearningRate(schedule="cosine", warmup=0.05, floor=0.0),
+        agent_pb2.LearningRate(schedule="constant", scale=0.5),
+    ]
 
 
 def test_a_missing_file_has_its_code(tmp_path: Path) -> None:

@@ -544,9 +544,9 @@ def test_workers_are_told_how_the_learning_rate_goes(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.training()
         (call,) = scene.gateway.calls
-        assert call.schedule == Schedule(shape="cosine", warmup=0.05, floor=0.1)
+        assert call.schedule == Schedule(shape="cosine", warmup=0.05, floor=0.1, scale=0.5)
 
-    wanted = agent_pb2.LearningRate(schedule="cosine", warmup=0.05, floor=0.1)
+    wanted = agent_pb2.LearningRate(schedule="cosine", warmup=0.05, floor=0.1, scale=0.5)
     _play(act, tmp_path, wanted)
 
 

@@ -329,7 +329,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             image=spec.task.image or "",
             secrets=spec.task.secrets,
             dataset=spec.data.dataset,
-            learning_rate=_learning_rate(spec),
+            learning_rate=_learning_rate(spec, part),
             initial_model=action.initial_model,
             initial_job=action.initial_job,
             initial_holds=action.initial_holds,
@@ -387,12 +387,14 @@ def _shards(part: PlannedPartition, plan: Plan) -> list[agent_pb2.ShardRef]:
     return [agent_pb2.ShardRef(region=region, bytes=sizes.get(region, 0)) for region in part.shards]
 
 
-def _learning_rate(spec: JobSpec) -> agent_pb2.LearningRate | None:
+def _learning_rate(spec: JobSpec, part: PlannedPartition) -> agent_pb2.LearningRate | None:
     wanted = spec.train.learning_rate
     if wanted is None:
         return None
+    # As where a tuner changes the batch (`learning_rate_factor`).
+    scale = 0.0 if wanted.batch is None else math.sqrt(part.step_samples / wanted.batch)
     return agent_pb2.LearningRate(
-        schedule=wanted.schedule, warmup=wanted.warmup, floor=wanted.floor, begin=wanted.begin
+        schedule=wanted.schedule, warmup=wanted.warmup, floor=wanted.floor, begin=wanted.begin, scale=scale
     )
 
 

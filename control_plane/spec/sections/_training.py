@@ -191,6 +191,10 @@ class LearningRate(Section):
     begin: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Where the schedule begins, as a fraction of its length; with `train.initialModel`, to continue another job's
     schedule."""
+    batch: Annotated[int, Field(ge=1, lt=BELOW)] | None = None
+    """Samples of a region's step, of all its workers, that the optimiser's rate is meant for. A region multiplies the
+    rate by the square root of the ratio of its own samples to them, as its plan has them. Not with `clients`. Default:
+    the rate stays, whatever the plan chooses."""
 
 
 class Best(Section):
@@ -263,7 +267,7 @@ class Train(Section):
     """Number of samples of one worker in one step; with a pipeline, of one replica. If a region's step is larger than
     its shard, the plan shows the real number of epochs. `auto`: the batch with which the same progress costs least
     within the deadline, or takes least time within the budget, chosen once, before the job starts. The learning rate
-    stays as the task sets it (docs/planning.md#the-batch)."""
+    stays as the task sets it, but for `learningRate.batch` (docs/planning.md#the-batch)."""
     learning_rate: LearningRate | None = None
     """Schedule of the optimiser's learning rate over the job's planned steps. Default: the optimiser's own rate,
     constant."""

@@ -243,16 +243,18 @@ class ClientRounds(_message.Message):
     def __init__(self, fraction: _Optional[float] = ..., least: _Optional[int] = ..., epochs: _Optional[int] = ..., steps: _Optional[int] = ..., batch: _Optional[int] = ...) -> None: ...
 
 class LearningRate(_message.Message):
-    __slots__ = ("schedule", "warmup", "floor", "begin")
+    __slots__ = ("schedule", "warmup", "floor", "begin", "scale")
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     WARMUP_FIELD_NUMBER: _ClassVar[int]
     FLOOR_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
     schedule: str
     warmup: float
     floor: float
     begin: float
-    def __init__(self, schedule: _Optional[str] = ..., warmup: _Optional[float] = ..., floor: _Optional[float] = ..., begin: _Optional[float] = ...) -> None: ...
+    scale: float
+    def __init__(self, schedule: _Optional[str] = ..., warmup: _Optional[float] = ..., floor: _Optional[float] = ..., begin: _Optional[float] = ..., scale: _Optional[float] = ...) -> None: ...
 
 class PartitionPlan(_message.Message):
     __slots__ = ("workers", "batch", "steps_per_round", "rounds", "seed", "memory_mb", "slice_seconds", "collective", "channel", "wan_policy", "codec", "evaluate_every", "wan_settings", "topology", "neighbours", "shares", "merging", "merging_codec", "pipeline", "shards", "evaluation_batch", "local_steps", "data_shares")

@@ -82,7 +82,8 @@ class LearningRateSchedule:
             return
         if not self._first:
             return
-        scale = factor(self._schedule, step, self._steps) if self._schedule is not None else 1.0
+        schedule = self._schedule
+        scale = factor(schedule, step, self._steps) * schedule.scale if schedule is not None else 1.0
         if self._batches is not None:
             scale *= self._batches.rate(step)
         for group, first in zip(self._optimizer.param_groups, self._first, strict=True):

@@ -61,6 +61,16 @@ def test_all_groups_of_parameters_keep_their_proportions() -> None:
     assert seen == [pytest.approx([0.1 * by, 0.02 * by]) for by in (1 / 3, 2 / 3, 1, 1 / 6, 1)]
 
 
+def test_a_rate_for_another_batch_is_scaled_in_every_step() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    rate = LearningRateSchedule(optimizer, Schedule(shape="linear", scale=0.5), 2)
+    seen = []
+    for step in (1, 2):
+        rate.set(step)
+        seen.append(optimizer.param_groups[0]["lr"])
+    assert seen == pytest.approx([0.15, 0.075])
+
+
 def test_without_a_schedule_the_tasks_own_rates_stay() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
     LearningRateSchedule(optimizer, None, 10).set(7)
