@@ -57,12 +57,14 @@ class Planner:
     So others can be tried at little cost. The results are the same as those of `plan`.
     """
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, like: Planner | None = None) -> None:
+        """``like``: a planner over a snapshot that differs in the speeds of workers only, which share what does not
+        depend on these."""
         self._snapshot = snapshot
         self._demand: Demand | None = None
         self._evaluated: dict[tuple[tuple[str, str], ...], _Problem | Declined] = {}
         """Results by moved shards and their destinations."""
-        self._ways: _KnownWays = {}
+        self._ways: _SharedWays = _SharedWays() if like is None else like._ways
         self.placements = 0
         """Number of shard layouts that were evaluated; they take most of the time."""
 
@@ -72,7 +74,7 @@ class Planner:
             return self._by_method(demand, demand.method)
         unbounded = replace(demand, minimise="cost", deadline_seconds=None, budget_usd=None)
         if unbounded != self._demand:
-            self._demand, self._evaluated, self._ways = unbounded, {}, {}
+            self._demand, self._evaluated = unbounded, {}
         return best_moves(self._snapshot, demand, self._placed, self._roughly)
 
     def _by_method(self, demand: Demand, method: str) -> Plan | Declined:
@@ -111,7 +113,7 @@ class Planner:
     def _problem(self, placed: PlacedShards, demand: Demand) -> _Problem | Declined:
         key = tuple((copy.source, copy.destination) for copy in placed.copies)
         if key not in self._evaluated:
-            self._evaluated[key] = _problem(placed, demand, self._ways)
+            self._evaluated[key] = _problem(placed, demand, self._ways.of(demand))
             self.placements += 1
         return self._evaluated[key]
 
@@ -200,6 +202,23 @@ def limits_of(demand: Demand) -> PlanCriteria:
 
 _KnownWays = dict[tuple[tuple[str, ...], bool], Ways | Declined]
 """Ways to exchange, by regions and whether some run pipelines: shards do not matter."""
+
+
+class _SharedWays:
+    """Ways to exchange of the latest demand; neither its batch nor its limits matter."""
+
+    def __init__(self) -> None:
+        self._demand: Demand | None = None
+        self._known: _KnownWays = {}
+
+    def of(self, demand: Demand) -> _KnownWays:
+        """Return the ways that are known, to which others may be added."""
+        wanted = replace(
+            demand, batch=1, least_batch=None, minimise="cost", deadline_seconds=None, budget_usd=None
+        )  # fmt: skip
+        if wanted != self._demand:
+            self._demand, self._known = wanted, {}
+        return self._known
 
 
 def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = None) -> _Problem | Declined:

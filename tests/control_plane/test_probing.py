@@ -531,6 +531,33 @@ def test_steps_that_lacked_memory_are_timed_with_what_the_model_needs(
     run(scenario())
 
 
+@pytest.mark.parametrize("note", ["FUNCTION_OUT_OF_MEMORY: it was killed", "GPU_MEMORY: the GPU ran out of memory"])
+def test_a_batch_that_is_left_to_the_plan_is_probed_smaller_until_it_fits(
+    serve_config: ServeConfig, job_file: Path, note: str
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            answer = asyncio.create_task(plan(stage, job_file, "train.batch=auto", "train.end={epochs: 20}"))
+            for number, batch in enumerate((64, 16), 1):
+                command = await agent.command("probe", number)
+                assert command.batch == batch
+                agent.tell_profile(command.id, weight=weight(steps=[], note=note))
+            command = await agent.command("probe", 3)
+            assert command.batch == 4
+            steps = [{"batch": 4, "seconds": 0.05}, {"batch": 2, "seconds": 0.03}]
+            agent.tell_profile(command.id, weight=weight(steps=steps))
+            told = await answer
+            assert (told["batches"], told["estimate"]["basis"]) == ([2, 4], "probed")
+            # A job that states its batch is probed with no other.
+            answer = asyncio.create_task(plan(stage, job_file, "task.config.width=9"))
+            command = await agent.command("probe", 4)
+            agent.tell_profile(command.id, weight=weight(steps=[], note="FUNCTION_OUT_OF_MEMORY: it was killed"))
+            await answer
+            assert asked(agent) == 4
+
+    run(scenario())
+
+
 GPU_NOTE = "GPU_MEMORY: the GPU ran out of memory in loss at task.py:9 (m(x))"
 
 

@@ -39,6 +39,8 @@ PROBE_SECONDS = 2.0
 """Time for steps, once model and data are loaded."""
 _LIMIT_SECONDS = 120.0
 """Timeout of a probe over all regions; the agent gets it, too."""
+_SMALLER, _SMALLEST_PROBED = 4, 4
+"""Divisor of a batch that has lacked memory, and the smallest one that is probed, where the plan chooses the batch."""
 _LAST_REPORT_SECONDS = 10.0
 """Time after that timeout for the agent's last report, with the cost."""
 _MOST_COUNTED = 20
@@ -277,7 +279,8 @@ class Probing:
         self, region: str, key: str, spec: JobSpec, bundle_digest: str, submission: common_pb2.Submission, ends: float,
         failed: Mapping[str, GeofedError],
     ) -> WeightRow:  # fmt: skip
-        """Probe a task in a region, once more where the first probe has lacked memory. ``ends``: monotonic seconds."""
+        """Probe a task in a region, once more where the first probe has lacked memory; where the plan chooses the
+        batch, with smaller ones, too, until one fits. ``ends``: monotonic seconds."""
         weight = await self._federation.read(lambda store: store.weight(key))
         memory = self._measurements.memory_mb(region, spec, weight)
         command = self._command(region, spec, bundle_digest, ends - time.monotonic(), submission, memory)
@@ -286,6 +289,14 @@ class Probing:
         if enough > memory and _lacked_memory(row) and (left := ends - time.monotonic()) > 0:
             # What it needs is known only now. Plans give it that, too.
             command = self._command(region, spec, bundle_digest, left, submission, enough)
+            row = await self._probe_in(command, key, spec.metadata.name, failed)
+        batch, memory = spec.train.probed_batch, max(memory, enough)
+        while spec.train.batch == "auto" and batch > _SMALLEST_PROBED and _fits_not(row):
+            if (left := ends - time.monotonic()) <= 0:
+                break
+            batch //= _SMALLER
+            command = self._command(region, spec, bundle_digest, left, submission, memory)
+            command.batch = batch
             row = await self._probe_in(command, key, spec.metadata.name, failed)
         return row
 
@@ -555,6 +566,11 @@ def _lacked_memory(row: WeightRow) -> bool:
     """Whether the steps of a probe could not be timed for lack of memory."""
     lacked = row.note.startswith("FUNCTION_OUT_OF_MEMORY") or _OUT_OF_MEMORY.search(row.note) is not None
     return lacked and not row.note.startswith(_GPU_MEMORY) and not _is_complete(row)
+
+
+def _fits_not(row: WeightRow) -> bool:
+    """Whether the steps of a probe could not be timed for lack of memory, of the function or of its GPU."""
+    return _lacked_memory(row) or (row.note.startswith(_GPU_MEMORY) and not _is_complete(row))
 
 
 def _recent_lacks(weight: WeightRow | None, now: float) -> dict[str, _Lack]:

@@ -161,10 +161,11 @@ class PendingAdmission:
             return replace(found, busy_workers=busy, busy_devices=devices)
 
         usual = snapshot(train.probed_batch)
+        planner = Planner(usual)
         if train.batch != "auto":
-            return Planner(usual)
+            return planner
         tried = tried_batches(usual, demand, measured_batches(self.learnt, usual.profiles))
-        return BatchPlanner(lambda batch: Planner(snapshot(batch)), tried)
+        return BatchPlanner(lambda batch: Planner(snapshot(batch), like=planner), tried)
 
     def _offered(self, planner: _Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Reservation]] | Declined:
         """Return the plan, the job's gang, and the workers reserved for all promises with it.
