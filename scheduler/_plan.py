@@ -149,7 +149,6 @@ class _Problem:
             for one, count in zip(chosen, steps, strict=True)
         )
         named = {part.region for part in partitions}
-        measured = noise_samples(snapshot.profiles.values())
         plan = Plan(
             partitions=partitions,
             copies=self.placed.copies,
@@ -173,20 +172,24 @@ class _Problem:
             estimate=_NOTHING,
             residency={},
             isolation={region.name: region.isolation for region in snapshot.regions if region.name in named},
-            learning=Learning(
-                samples_factor=float(evaluated.factor[place.staff]),
-                points=self.search.given_up(evaluated, place, replace(limits, progress=True)),
-                noise_samples=measured or PRIOR_NOISE_SAMPLES,
-                basis="measured" if measured else "prior",
-                score=self.search.score_of(evaluated, place, limits),
-                tolerated=self.search.tolerates(evaluated, place, limits),
-            ),
+            learning=self._learning(evaluated, place, limits),
         )
         return replace(
             plan,
             estimate=estimate(plan, snapshot, self.ways.links),
             warnings=_warnings_of(plan, demand, snapshot),
             alternatives=alternatives(self.search, self.fronts, self.ways, evaluated, place, demand, limits),
+        )
+
+    def _learning(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> Learning:
+        measured = noise_samples(self.placed.snapshot.profiles.values())
+        return Learning(
+            samples_factor=float(evaluated.factor[place.staff]),
+            points=self.search.given_up(evaluated, place, replace(limits, progress=True)),
+            noise_samples=measured or PRIOR_NOISE_SAMPLES,
+            basis="measured" if measured else "prior",
+            score=self.search.score_of(evaluated, place, limits),
+            tolerated=self.search.tolerates(evaluated, place, limits),
         )
 
 

@@ -317,9 +317,10 @@ def test_the_pretrained_weights_of_the_documentation_are_valid(tmp_path: Path) -
     assert list(loaded.weights.values()) == [adapter.resolve()]
 
 
-def test_the_kept_models_of_the_documentation_are_valid(tmp_path: Path) -> None:
+def test_the_batch_and_the_kept_models_of_the_documentation_are_valid(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(_yaml("job-file.md"))
     (tmp_path / "task.py").write_text(TASK)
-    train = json.dumps(YAML(typ="safe").load(_yaml("planning.md"))["train"])
-    assert load(file, [f"train={train}"]).spec.train.end.patience == 5
+    auto, kept = (json.dumps(YAML(typ="safe").load(text)["train"]) for text in _yamls("planning.md")[:2])
+    assert load(file, [f"train={auto}"]).spec.train.batch == "auto"
+    assert load(file, [f"train={kept}"]).spec.train.end.patience == 5
