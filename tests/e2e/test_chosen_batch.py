@@ -59,3 +59,18 @@ def test_what_cannot_have_its_batch_chosen_is_refused_by_name(running: Running) 
         ran = running.federation.control_plane("validate", job, *chosen, check=False)
         assert ran.returncode != 0
         assert f"`train.batch: auto` cannot be used with {told}" in ran.stderr
+
+
+def test_a_profile_widens_the_choice_and_tells_the_noise_scale(running_redis: Running) -> None:
+    federation, auto = running_redis.federation, [part for one in AUTO for part in ("--set", one)]
+    job = str(running_redis.job_folder(named("profiled batch")) / "job.yaml")
+    ran = federation.control_plane("profile", job, *auto, "-o", "json", timeout=120)
+    profiles = json.loads(ran.stdout)["data"]["regions"]
+    assert {tuple(point["batch"] for point in one["steps"]) for one in profiles.values()} == {(16, 32, 64, 128)}
+    plan = json.loads(federation.control_plane("explain", job, *auto, "-o", "json").stdout)["data"]
+    assert plan["batches"] == [8, 16, 32, 64, 128, 256]
+    measured = any(one["noise_samples"] for one in profiles.values())
+    assert plan["learning"]["basis"] == ("measured" if measured else "prior")
+    ended = running_redis.wait_end(running_redis.submit(*AUTO))
+    assert ended["state"] == "succeeded", ended["error"]
+    assert {part["batch"] for part in ended["plan"]["partitions"]} == {part["batch"] for part in plan["partitions"]}

@@ -242,6 +242,8 @@ def test_a_batch_is_chosen_and_explained(live: Federation, run: Run, job_file: s
     assert re.search(
         rf"^batch +{batch} samples of a worker in a step", run("explain", job_file, *auto).out, re.MULTILINE
     )
+    hurried = run("explain", job_file, *auto, "--set", "objective.deadline=1s")
+    assert (hurried.status, "could be promised" in hurried.err) == (9, True)
     refused = run("validate", job_file, *auto, "--set", "train.accumulate=2")
     assert (refused.status, "`train.batch: auto` cannot be used with `train.accumulate`" in refused.err) == (3, True)
 
