@@ -56,6 +56,7 @@ def test_regions_leave_out_what_never_changes_if_all_can_and_for_the_whole_job(
         "train.accumulate=2",
         "function={gpus: 2, memoryMb: 2048}",
         "train.local=['head.*']",
+        "train.learningRate.batch=64",
         "train.initialModel.file=w.safetensors",
         f"train.initialModel={{uri: s3://models/w.safetensors, digest: 'sha256:{'ab' * 32}'}}",
         f"train.initialModel={{uri: s3://m/w, digest: 'sha256:{'ab' * 32}', adapter: {{file: w.safetensors}}}}",

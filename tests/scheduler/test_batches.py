@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -68,8 +69,8 @@ def test_without_a_measured_noise_scale_the_prior_counts_and_is_told() -> None:
     assert told == list(chosen.alternatives[:2])
     assert all(" s and $" in other.text for other in told)
     larger = {batch: planned(federation(), auto(workers=4, tolerance=batch / 10)) for batch in (1, 1000)}
-    told = [other.why_not for other in larger[1000].alternatives if other.decision == f"batch {larger[1000].batch}"]
-    assert any("more samples for the same progress, by an assumed noise scale" in why for why in told), told
+    why = [other.why_not for other in larger[1000].alternatives if other.decision == f"batch {larger[1000].batch}"]
+    assert any("more samples for the same progress, by an assumed noise scale" in one for one in why), why
     assert larger[1].batch < larger[1000].batch
 
 
@@ -114,6 +115,11 @@ def _score(found: Plan | Declined, noise: float, wanted: Demand) -> float:
     return math.log(main * samples) + OTHER_WORTH * math.log(other) + POINT_WORTH * found.learning.points
 
 
+def _sharing(snapshot: Snapshot) -> Callable[[int], Planner]:
+    shared = Planner(snapshot)
+    return lambda _: Planner(snapshot, like=shared)
+
+
 def test_no_random_federation_has_a_batch_with_a_better_plan() -> None:
     compared = 0
     for seed in range(24):
@@ -121,7 +127,7 @@ def test_no_random_federation_has_a_batch_with_a_better_plan() -> None:
         snapshot = drawn_federation(rng, regions=2 + seed % 2)
         wanted = replace(drawn_demand(rng, snapshot), chooses_batch=True, steps=None, epochs=10 ** rng.uniform(0, 1.5))
         tried = tried_batches(snapshot, wanted, (8, 32))
-        found = BatchPlanner(lambda _, known=snapshot: Planner(known), tried).plan(wanted)  # type: ignore[misc]
+        found = BatchPlanner(_sharing(snapshot), tried).plan(wanted)
         each = [
             Planner(snapshot).plan(replace(wanted, batch=batch, least_batch=tried.batches[0]))
             for batch in tried.batches
