@@ -159,7 +159,13 @@ def _trainer(invocation: Invocation, channel: Channel, begun: float) -> Trainer:
         return ClientsModel(invocation.clients, invocation, *_task_and_data(channel, invocation), channel, begun)
     if not invocation.stages:
         task, data = _task_and_data(channel, invocation)
-        return WholeModel(invocation, task, data, channel, begun, _ranks(invocation, begun))
+        ranks = _ranks(invocation, begun)
+        if invocation.sharding == "fsdp" and ranks is not None:
+            # Imported here: workers that hold the whole model start without it.
+            from region_agent.worker.ranks.model import ShardedModel
+
+            return ShardedModel(invocation, task, data, channel, begun, ranks)
+        return WholeModel(invocation, task, data, channel, begun, ranks)
     stage = pipeline_of(invocation).position(invocation.worker).stage
     # Only the first stage of a pipeline needs samples, for their inputs, and the last one, for their labels.
     reads = stage in (0, len(invocation.stages) - 1)
