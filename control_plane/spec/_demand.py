@@ -41,6 +41,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         workers=spec.train.workers if isinstance(spec.train.workers, dict) else _count(spec.train.workers),
         memory_mb=_count(spec.function.memory_mb),
         gpus=_count(spec.function.gpus),
+        sharded=spec.function.sharding != "none",
         slice_seconds=spec.function.slice.total_seconds(),
         balance=spec.train.balance,
         interval=_interval(spec),

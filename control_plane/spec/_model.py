@@ -141,6 +141,31 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _shards(self) -> JobSpec:
+        if self.function.sharding == "none":
+            return self
+        key = f"`function.sharding: {self.function.sharding}`"
+        if self.function.gpus == 1:
+            raise ValueError(f"{key} divides a model among the GPUs of a worker: set `function.gpus` to 2 or more")
+        refused = (
+            (self.train.compile, "`train.compile`, which compiles calls of the whole model"),
+            (self.train.precision == "fp16", "`train.precision: fp16`, which scales a loss; use bf16"),
+            (self.train.scaling != "fixed", f"`train.scaling: {self.train.scaling}`, which changes the workers"),
+            (self.objective.method != "auto", "`objective.method`, which chooses the workers"),
+            (
+                bool(self.wan.traits.proximal),
+                f"`advanced.wan.policy: {self.wan.policy}`, whose term needs all of it",
+            ),
+        )
+        for is_refused, text in refused:
+            if is_refused:
+                raise ValueError(f"{key} cannot be used with {text}")
+        workers = self.train.workers
+        if any(one != 1 for one in (workers.values() if isinstance(workers, dict) else [workers])):
+            raise ValueError(f"{key} requires `train.workers: 1`: workers of a region merge whole gradients")
+        return self
+
+    @model_validator(mode="after")
     def _scales(self) -> JobSpec:
         if self.train.scaling == "fixed":
             return self

@@ -113,7 +113,7 @@ def _profile(call: ProfileCall, begun: float) -> Profiled:
     task, data = _task_and_data(channel, call)
     if call.compile:
         check_compiler(_scratch() / "compiled", devices[0])
-    profiled = probe(call, task) if call.measure == "size" else profile(call, task, data, begun)
+    profiled = probe(call, task) if call.measure == "size" else _measured(call, task, data, begun)
     if len(devices) > 1:
         # What the others compute at the same time.
         batches = [min(one.batch * len(devices), batch) for one in profiled.steps]
@@ -122,6 +122,18 @@ def _profile(call: ProfileCall, begun: float) -> Profiled:
     if profiled.layers:
         profiled = profiled.model_copy(update=_messages(channel))
     return profiled.model_copy(update={"seconds": time.monotonic() - begun, "channel": asdict(channel.usage)})
+
+
+def _measured(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: float) -> Profiled:
+    """Profile the task. A model that is to be divided among devices may be too large for one: no step is timed then."""
+    try:
+        return profile(call, task, data, begun)
+    except (torch.OutOfMemoryError, GeofedError) as error:
+        lacks = isinstance(error, torch.OutOfMemoryError) or error.code == "GPU_MEMORY"
+        if call.sharding == "none" or call.measure != "pace" or not lacks:
+            raise
+    print("one GPU is too small for the whole model, so that no step was timed", file=sys.stderr, flush=True)
+    return Profiled(status="done", samples=len(data["train"]))
 
 
 def _messages(channel: Channel) -> dict[str, float]:

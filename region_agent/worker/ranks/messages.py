@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from geofed_pb.user_code.recording import Sums
 from region_agent.worker.data.loading import Drawn
+from sync.framing import Array
 
 __all__ = [
     "Begin",
@@ -108,7 +108,7 @@ class Update:
 class Restore:
     """Load a state of the optimiser."""
 
-    held: dict[str, np.ndarray]  # type: ignore[type-arg]
+    held: dict[str, Array]
     """Arrays of what all ranks hold alike, named as in a dumped state."""
     pieces: tuple[Piece, ...]
     """What follows from rank 0, one after the other."""

@@ -13,7 +13,7 @@ from region_agent.worker.ps_client import PsClient
 from region_agent.worker.ranks.group import Ranks
 from region_agent.worker.ranks.messages import Begin, Evaluate, Gather, Piece, Scatter, Update
 from region_agent.worker.ranks.passes import described
-from region_agent.worker.ranks.sharding import ShardedPasses, check_shardable, is_part
+from region_agent.worker.ranks.sharding import ShardedPasses, check_shardable, is_part, without_values
 from region_agent.worker.ranks.state import check_optimizer, check_state, pieces_of, restored
 from region_agent.worker.ranks.steps import RankedSteps
 from region_agent.worker.training.merging import Merging, SingleWorker
@@ -45,7 +45,7 @@ class _Parts(Access):
     def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         if is_part(tensor):
             with self._ranks.ordering(Scatter(Piece(self._numbers[id(tensor)])), answered=False):
-                self._passes.scatter(tensor, values)  # type: ignore[arg-type]
+                self._passes.scatter(tensor, values)
         else:
             tensor.copy_(values)
 
@@ -93,7 +93,7 @@ class ShardedModel(WholeModel):
             raise GeofedError("CONFIG_INVALID", text, hint="set `train.workers: 1`")
         check_shardable(self._task, self._module)
         never = frozenset(slot.name for slot in self.flat.layout.base)
-        self._parameters = [torch.empty_like(one, device="meta") for one in self._module.parameters()]
+        self._parameters = without_values(self._module)
         with ranks.beginning(Begin(call.model_dump_json(), described(self._module), never)):
             self._passes = ShardedPasses(self._task, self._module, self._device, ranks.mesh, never)
         self._ranks, self._parts = ranks, _Parts(ranks, self._passes)

@@ -13,7 +13,7 @@ from region_agent.worker.data.loading import Loading
 from region_agent.worker.data.shard import move
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.ranks.messages import Evaluate, Gather, Restore, Scatter, Update
-from region_agent.worker.ranks.sharding import ShardedPasses
+from region_agent.worker.ranks.sharding import ShardedPasses, without_values
 from region_agent.worker.ranks.state import restored, tensor_of
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.learning_rate import LearningRateSchedule
@@ -38,7 +38,7 @@ class RankPart:
     ) -> None:
         """``mesh``: the ranks, see `mesh_on`. ``base``: names of the tensors that never change."""
         self._call, self._task, self._module, self._device = call, task, module, device
-        like = [torch.empty_like(one, device="meta") for one in module.parameters()]
+        like = without_values(module)
         self.passes = ShardedPasses(task, module, device, mesh, base)
         self._optimizer = task.optimizer(module.parameters())
         batches = Batches(call.region_batch, call.stretches)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from region_agent.worker.ranks.shell import attributes_of
 from region_agent.worker.task import TaskModule
 from sync.places import memory_of, refused, tensors_of
 
-__all__ = ["ShardedPasses", "check_shardable", "is_part", "units_of"]
+__all__ = ["ShardedPasses", "check_shardable", "is_part", "units_of", "without_values"]
 
 _Result = TypeVar("_Result")
 _NO_SHARDS = "leave out `function.sharding`"
@@ -165,43 +166,42 @@ class ShardedPasses:
         for left, (size, batch) in zip(reversed(range(len(parts))), parts, strict=True):
             # What a batch logs that does not count is logged by the pass that counts it.
             with nullcontext() if size else recording(Recorder()):
-                loss = self._called(lambda module, given=batch: self._task.training_loss(module, given))
+                loss: torch.Tensor = self._root(partial(self._task.training_loss, batch=batch))
             with self._task.calling("the loss"):
                 value += float(loss.detach()) * size / samples
                 loss = loss * (size * self._ranks / samples)
             if not left:
                 ready(value)
             with self._task.calling("the backward pass"):
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             self._root.reshard()
         return value
 
     def evaluate(self, call: Callable[[torch.nn.Module], _Result]) -> _Result:
         """Return what a call makes of the module, which all ranks must make."""
-        found = self._called(call)
+        found: _Result = self._root(call)
         self._root.reshard()
         return found
 
-    def gather(self, tensor: DTensor) -> torch.Tensor:
+    def gather(self, tensor: Any) -> torch.Tensor:
         """Return all values of a tensor, on this rank's device."""
-        return tensor.detach().full_tensor()
+        found: torch.Tensor = tensor.detach().full_tensor()
+        return found
 
-    def scatter(self, tensor: DTensor, values: torch.Tensor | None) -> None:
+    def scatter(self, tensor: Any, values: torch.Tensor | None) -> None:
         """Write all values of a tensor, ``values`` of rank 0; None: this is another rank."""
         if not tensor.numel():
             return
-        mine = tensor.detach().to_local()
+        mine: torch.Tensor = tensor.detach().to_local()
         rows = -(-tensor.shape[0] // self._ranks)
         each = rows * (tensor.numel() // tensor.shape[0])
         held, parts = torch.empty(each, dtype=tensor.dtype, device=self._device), None
         if values is not None:
             flat = values.detach().reshape(-1).to(self._device, tensor.dtype)
-            parts = list(torch.nn.functional.pad(flat, (0, each * self._ranks - flat.numel())).split(each))
+            padded = torch.nn.functional.pad(flat, (0, each * self._ranks - flat.numel()))
+            parts = list(padded.reshape(self._ranks, each).unbind())
         dist.scatter(held, parts, src=0)
         mine.copy_(held[: mine.numel()].reshape(mine.shape))
-
-    def _called(self, call: Callable[[torch.nn.Module], Any]) -> Any:
-        return self._root(call)
 
     def _place(self, unit: torch.nn.Module) -> None:
         """Move what is not sharded yet of a unit to the device, with rank 0's values."""
@@ -248,3 +248,8 @@ def _owned(_: torch.nn.Module, __: Any, output: Any) -> Any:
 def is_part(tensor: object) -> bool:
     """Whether a rank holds a part of a tensor, by rows."""
     return isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),)
+
+
+def without_values(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return parameters of the shapes that the module's have before they are divided."""
+    return [torch.nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for one in module.parameters()]

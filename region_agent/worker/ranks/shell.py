@@ -18,7 +18,9 @@ _STATE = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that hold its state."""
 
 
-def shell_of(task: TaskModule, seed: int, model: list[tuple[str, str, tuple[int, ...], bool]]) -> Any:
+def shell_of(
+    task: TaskModule, seed: int, model: list[tuple[str, str, tuple[int, ...], bool]]
+) -> torch.nn.Module | None:
     """Create a rank's model without values, which rank 0 then sends; None: the task needs values to create it.
 
     ``model``: what rank 0's is, see `described`.

@@ -241,7 +241,7 @@ class WholeModel:
             self.flat = FlatModel(self._module, base=base, local=local, calling=task.calling)
             # The region's workers merge what stays in the region, too.
             merged = FlatModel(self._module, base=base, calling=task.calling) if local else self.flat
-            self._parameters: list[torch.Tensor] = list(self._module.parameters())
+            self._parameters = list(self._module.parameters())
             self._place(call, ranks)
         self.layout = self.flat.layout
         self._optimizer = self._made_optimizer()
