@@ -81,7 +81,7 @@ def _clients(spec: JobSpec) -> ClientDemand | None:
 
 def _parallelism(spec: JobSpec) -> str:
     whole = spec.train.scaling != "fixed" or spec.privacy.differential is not None or spec.clients is not None
-    whole = whole or spec.evaluates_only
+    whole = whole or spec.evaluates_only or spec.function.sharding != "none"
     if whole or spec.objective.method != "auto" or spec.keys_without_pipeline:
         return "data"
     return spec.parallelism if isinstance(spec.parallelism, str) else "pipeline"

@@ -98,6 +98,7 @@ class ShardedModel(WholeModel):
             self._passes = ShardedPasses(self._task, self._module, self._device, ranks.mesh, never)
         self._ranks, self._parts = ranks, _Parts(ranks, self._passes)
         self.flat.use(self._parts)
+        print(f"each of {len(ranks.devices)} devices holds a part of the model", flush=True)
 
     def _made_optimizer(self) -> torch.optim.Optimizer:
         made = super()._made_optimizer()

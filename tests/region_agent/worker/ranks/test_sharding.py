@@ -9,9 +9,10 @@ import pytest
 import safetensors.torch
 import torch
 from support.exchange_in_process import Federation
+from support.jobs import call, invocation
 
-from region_agent.worker import loop
-from region_agent.worker.invocation import Schedule
+from region_agent.worker import handler, loop
+from region_agent.worker.invocation import Outcome, Schedule
 
 pytestmark = pytest.mark.processes
 
@@ -123,3 +124,117 @@ def test_ranks_with_parts_of_the_model_make_the_model_of_ranks_with_whole_ones(
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=0.05 if rough else RTOL, atol=5e-3 if rough else ATOL)
     assert other.metrics["east"] == pytest.approx(one.metrics["east"], rel=0.01 if rough else 1e-5)
+
+
+COUNTS = """
+import os
+import pathlib
+
+
+class Counted(torch.optim.AdamW):
+    def step(self):
+        super().step()
+        held = [one for group in self.param_groups for p in group["params"]
+                for one in (p.detach(), p.grad, *self.state[p].values()) if isinstance(one, torch.Tensor)]
+        parts = [one.to_local() if hasattr(one, "to_local") else one for one in held]
+        # Gradients of a unit are in one storage.
+        memory = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in parts}
+        path = pathlib.Path(config["folder"], str(torch.distributed.get_rank()))
+        path.write_text(str(sum(memory.values())))
+"""
+
+
+def test_each_rank_holds_half_of_parameters_gradients_and_optimiser_state(tmp_path: Path, monkeypatch: Any) -> None:
+    held = {}
+    for sharding in ("none", "fsdp"):
+        (folder := tmp_path / sharding).mkdir()
+        counts = COUNTS.replace('config["folder"]', repr(str(folder)))
+        task = TASK.replace("OPTIMIZER", "Counted(parameters, lr=0.01)") + counts
+        _trained(task, tmp_path / f"job-{sharding}", monkeypatch, sharding=sharding)
+        held[sharding] = {one.name: int(one.read_text()) for one in folder.iterdir()}
+    (whole,) = held["none"].values()
+    assert set(held["fsdp"]) == {"0", "1"}
+    # Rows of small tensors are not divided evenly, and each parameter's number of steps is whole.
+    assert all(0.4 * whole < one < 0.55 * whole for one in held["fsdp"].values()), (whole, held)
+
+
+def _refused(task: str, folder: Path, monkeypatch: Any, **fields: Any) -> Outcome:
+    federation = Federation(folder, ("east",), steps_per_round=STEPS, rounds=ROUNDS)
+    monkeypatch.setattr(loop, "PsClient", federation.client)
+    (folder / "data.bin").write_bytes(b"x")
+    place = federation.regions["east"].place
+    more = {"seed": SEED, "region_batch": BATCH, "devices": TWO, "sharding": "fsdp", **fields}
+    outcome = call(invocation(place, task, folder / "data.bin", **more))
+    handler._drop_loaded()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("self.scale = nn.Parameter(torch.ones(()))", "parameter scale of the model is of no dimension"),
+        ("self.more = nn.Embedding(8, 6, sparse=True)", "more, an embedding whose gradients are sparse"),
+        ("self.turned = nn.Parameter(torch.ones(3, 4).t())", "parameter turned of the model is not contiguous"),
+        ("self.wide = nn.Linear(2, 2).double()", "trained parameters of torch.float32 and torch.float64"),
+        ("self.kept = [self.unused.weight]", "parameter unused.weight of the model is kept in an attribute"),
+        ("self.same = nn.Parameter(self.unused.weight.detach())", "memory, which cannot be sharded"),
+        ("self.register_buffer('view', self.unused.weight.detach())", "memory, which cannot be sharded"),
+    ],
+)
+def test_what_a_model_holds_that_cannot_be_divided_is_refused(
+    line: str, told: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    task = TASK.replace("OPTIMIZER", ADAM).replace("        self.unused = nn.Linear(6, 5)\n", f"""\
+        self.unused = nn.Linear(6, 5)
+        {line}
+""")  # fmt: skip
+    outcome = _refused(task, tmp_path, monkeypatch)
+    assert (outcome.status, outcome.code) == ("failed", "TASK_INVALID"), outcome
+    assert told in outcome.message
+
+
+LARGE_STATE = """
+
+class Own(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["norms"] = torch.ones(3)
+"""
+LOADING = """
+
+class Own(torch.optim.SGD):
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "fields", "code", "told"),
+    [
+        (LARGE_STATE, {}, "TASK_INVALID", "the optimiser's state 'norms' cannot be divided among ranks: Own"),
+        (LOADING, {}, "TASK_INVALID", "with Own, which loads its state by code of its own"),
+        ("\n\ndef on_round(model, completed):\n    pass\n", {}, "TASK_INVALID", "a task that defines on_round"),
+        ("", {"workers": 2}, "CONFIG_INVALID", "needs one worker in a region, and east has 2"),
+    ],
+    ids=["state of another shape", "loading", "on_round", "two workers"],
+)
+def test_what_cannot_be_done_in_parts_is_refused(
+    more: str, fields: dict[str, Any], code: str, told: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    optimizer = "Own(parameters, lr=0.1)" if "class Own" in more else ADAM
+    outcome = _refused(TASK.replace("OPTIMIZER", optimizer) + more, tmp_path, monkeypatch, **fields)
+    assert (outcome.status, outcome.code) == ("failed", code), outcome
+    assert told in outcome.message
+
+
+def test_a_model_that_needs_values_to_be_made_is_made_whole_by_each_rank(tmp_path: Path, monkeypatch: Any) -> None:
+    task = TASK.replace("OPTIMIZER", ADAM).replace(
+        "        self.unused = nn.Linear(6, 5)\n",
+        "        self.unused = nn.Linear(6, 5)\n        self.slopes = [float(self.unused.weight.detach().sum())]\n",
+    )
+    whole, _ = _trained(task, tmp_path / "whole", monkeypatch)
+    parts, _ = _trained(task, tmp_path / "parts", monkeypatch, sharding="fsdp")
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=RTOL, atol=ATOL)
