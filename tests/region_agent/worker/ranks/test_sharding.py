@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,8 @@ def _refused(task: str, folder: Path, monkeypatch: Any, **fields: Any) -> Outcom
     more = {"seed": SEED, "region_batch": BATCH, "devices": TWO, "sharding": "fsdp", **fields}
     outcome = call(invocation(place, task, folder / "data.bin", **more))
     handler._drop_loaded()
+    # The error that an invocation ended with refers to modules, and these to the group.
+    gc.collect()
     return outcome
 
 
@@ -202,6 +206,10 @@ class Own(torch.optim.SGD):
             for p in group["params"]:
                 self.state[p]["norms"] = torch.ones(3)
 """
+ADAFACTOR = """
+
+Own = torch.optim.Adafactor
+"""
 LOADING = """
 
 class Own(torch.optim.SGD):
@@ -216,17 +224,63 @@ class Own(torch.optim.SGD):
         (LARGE_STATE, {}, "TASK_INVALID", "the optimiser's state 'norms' cannot be divided among ranks: Own"),
         (LOADING, {}, "TASK_INVALID", "with Own, which loads its state by code of its own"),
         ("\n\ndef on_round(model, completed):\n    pass\n", {}, "TASK_INVALID", "a task that defines on_round"),
+        (ADAFACTOR, {}, "TASK_FAILED", "the optimiser's step raised RuntimeError"),
         ("", {"workers": 2}, "CONFIG_INVALID", "needs one worker in a region, and east has 2"),
     ],
-    ids=["state of another shape", "loading", "on_round", "two workers"],
+    ids=["state of another shape", "loading", "on_round", "factors", "two workers"],
 )
 def test_what_cannot_be_done_in_parts_is_refused(
     more: str, fields: dict[str, Any], code: str, told: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    optimizer = "Own(parameters, lr=0.1)" if "class Own" in more else ADAM
+    optimizer = ADAM if "on_round" in more or not more else "Own(parameters, lr=0.1)"
     outcome = _refused(TASK.replace("OPTIMIZER", optimizer) + more, tmp_path, monkeypatch, **fields)
     assert (outcome.status, outcome.code) == ("failed", code), outcome
     assert told in outcome.message
+
+
+OTHER = "if torch.distributed.get_rank() == 1 and model.seen >= 2: "
+FAULTS = """
+import os
+
+with_loss = loss
+
+
+def loss(model, batch):
+    LOSS
+    return with_loss(model, batch)
+
+
+class Own(torch.optim.SGD):
+    def step(self):
+        STEP
+        super().step()
+
+
+def metrics(model, batches):
+    METRICS
+    return {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "fault", "code", "told"),
+    [
+        ("LOSS", OTHER + "raise KeyError('on the other')", "TASK_FAILED", "loss raised KeyError: 'on the other'"),
+        ("LOSS", OTHER + "os.kill(os.getpid(), 9)", "FUNCTION_OUT_OF_MEMORY", "a rank of the worker was killed"),
+        ("STEP", "if torch.distributed.get_rank() == 1: raise KeyError('in a step')", "TASK_FAILED", "'in a step'"),
+        ("METRICS", "raise KeyError('of the test')", "TASK_FAILED", "metrics raised KeyError: 'of the test'"),
+    ],
+)
+def test_what_a_rank_with_a_part_fails_with_is_the_invocations_error(
+    where: str, fault: str, code: str, told: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    faults = FAULTS.replace(where, fault).replace("LOSS", "").replace("STEP", "").replace("METRICS", "")
+    task = TASK.replace("OPTIMIZER", "Own(parameters, lr=0.1)") + faults
+    begun = time.monotonic()
+    outcome = _refused(task, tmp_path, monkeypatch)
+    assert (outcome.status, outcome.code) == ("failed", code), outcome
+    assert told in outcome.message
+    assert time.monotonic() - begun < 100, "no exchange is waited for"
 
 
 def test_a_model_that_needs_values_to_be_made_is_made_whole_by_each_rank(tmp_path: Path, monkeypatch: Any) -> None:
