@@ -339,7 +339,14 @@ def test_what_several_gpus_cannot_be_used_with_is_refused(job_file: Path, settin
         (["function.gpus=1"], "`function.sharding: fsdp` divides a model among the GPUs of a worker"),
         (["train.compile=true"], "cannot be used with `train.compile`"),
         (["train.precision=fp16"], "cannot be used with `train.precision: fp16`"),
-        (["train.scaling=tuned"], "cannot be used with `train.scaling: tuned`"),
+        (
+            [
+                "train.scaling=tuned",
+                "train.end={epochs: 5, goal: {metric: loss, atMost: 0.4}}",
+                "train.evaluateEvery=1",
+            ],
+            "cannot be used with `train.scaling: tuned`",
+        ),
         (["objective.method=fasdl"], "cannot be used with `objective.method`"),
         (["advanced={wan: {policy: fedprox}}"], "cannot be used with `advanced.wan.policy: fedprox`"),
         (["train.workers=2"], "`function.sharding: fsdp` requires `train.workers: 1`"),

@@ -400,7 +400,9 @@ class WholeModel:
             self._module.eval()
         with torch.no_grad():
             moved = (move(batch, self._device) for batch in batches)
-            return sum(sizes), self._metrics(moved, sizes) if sizes else {}
+            metrics = self._metrics(moved, sizes) if sizes else {}
+            # Without the samples that are None, which are known now.
+            return sum(sizes), metrics
 
     def _metrics(self, batches: Iterable[Any], sizes: list[int]) -> dict[str, float | Histogram]:
         return self._task.metrics(self._module, batches, sizes)
