@@ -60,6 +60,8 @@ def test_a_job_with_a_divided_model_makes_the_model_of_one_with_whole_ones(runni
         function = f"function={{gpus: 2, memoryMb: 4096, sharding: {sharding}, slice: 1s}}"
         job = running.submit(function, *ONE)
         check_succeeded(running.wait_end(job), accuracy=0.0)
+        logs = running.federation.control_plane("logs", job).stdout
+        assert ("each of 2 devices holds a part of the model" in logs) == (sharding == "fsdp")
         file = tmp_path / f"{sharding}.safetensors"
         running.federation.control_plane("export", job, "--output-file", str(file))
         models.append(safetensors.torch.load_file(file))
