@@ -12,7 +12,7 @@ from geofed_pb.user_code.images import is_allowed_image
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import EmbeddedGateway, RegionConfig
 from region_agent.gateway.functions import Isolation
-from region_agent.partition.calls import gpus_of
+from region_agent.partition.calls import gpus_of, sharding_of
 from region_agent.shards.weights import check_weights_uri
 from region_agent.tasks.environments import check_packages
 from region_agent.tasks.secrets import check_secrets
@@ -107,6 +107,7 @@ def _check_names(config: RegionConfig, command: agent_pb2.StartPartition) -> Non
         # Both are used as names of files.
         raise GeofedError("CONFIG_INVALID", f"invalid job name {command.job!r}, or invalid digest of its bundle")
     gpus_of(command.task)
+    sharding_of(command.task)
     if command.task.initial_model and not _DIGEST.fullmatch(command.task.initial_model):
         raise GeofedError("CONFIG_INVALID", "invalid digest of the initial model")
     if command.task.initial_adapter and not (

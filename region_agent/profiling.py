@@ -28,7 +28,7 @@ from region_agent.gateway.functions import Grants
 from region_agent.isolation import grants_of
 from region_agent.machine_rates import durable_write_rate, fresh_memory_rate
 from region_agent.partition.billing import bill, invocation_amounts
-from region_agent.partition.calls import at_once, bundle_key, client_rounds, gpus_of, precision_of
+from region_agent.partition.calls import at_once, bundle_key, client_rounds, gpus_of, precision_of, sharding_of
 from region_agent.partition.channel import usage_meters
 from region_agent.partition.invocations import HeldDevices
 from region_agent.partition.runner import PartitionContext
@@ -297,6 +297,7 @@ class Profiler:
                 packages=str(self._packages or ""),
                 batch=command.batch, at_once=at_once(command.batch, command.task),
                 precision=precision_of(command.task), compile=command.task.compile, gpus=gpus_of(command.task),
+                sharding=sharding_of(command.task),
                 billed_gpus=context.config.worker_devices(gpus_of(command.task)), gpu=self._gpu,
                 local=tuple(command.task.local),
                 evaluates_only=command.task.evaluates_only,

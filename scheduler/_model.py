@@ -254,16 +254,20 @@ class Snapshot:
         left = max(0, there - self.busy_devices.get(region.name, 0))
         return min(free, left // region.worker_devices(gpus))
 
-    def gpu_mb(self, batch: int) -> float:
+    def gpu_mb(self, batch: int, ranks: int = 1) -> float:
         """Return the memory of a GPU in MB that a step of a batch takes at least: on a line through the batches of a
-        probe, or what its only one took, if that is no larger; 0: not known."""
+        probe, or what its only one took, if that is no larger; 0: not known.
+
+        ``ranks``: GPUs that hold a part of the model each. What no sample takes is divided by their number.
+        """
         if not self.gpu_bytes:
             return 0.0
         (small, least), (large, most) = min(self.gpu_bytes.items()), max(self.gpu_bytes.items())
         if small == large:
-            return most / 2**20 if batch >= large else 0.0
+            return most / ranks / 2**20 if batch >= large else 0.0
         each = max(0.0, (most - least) / (large - small))
-        return max(0.0, most + each * (batch - large)) / 2**20
+        held = max(0.0, most - each * large)
+        return max(0.0, most + each * (batch - large) - held * (1 - 1 / ranks)) / 2**20
 
     @cached_property
     def by_name(self) -> Mapping[str, Region]:
@@ -314,6 +318,8 @@ class Demand:
     memory_mb: int | None = None
     gpus: int | None = 1
     """Devices of one worker; None: all that its function may have."""
+    sharded: bool = False
+    """Whether the devices of a worker hold a part of the model each."""
     slice_seconds: float = 30.0
     balance: str = "data"
     """What a region's steps in a round are proportional to: "data", so that all regions make the same number of epochs,

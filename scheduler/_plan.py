@@ -641,7 +641,8 @@ def _gpu_memory(region: Region, snapshot: Snapshot, demand: Demand) -> str:
     batch, told = snapshot.gpu_lacks.get(region.name, (0, ""))
     if told and demand.batch >= batch:
         return f"a step of {batch} samples does not fit into a GPU of region {region.name}: {told}"
-    devices, needed = region.capacity.devices, snapshot.gpu_mb(demand.batch)
+    ranks = max(1, region.worker_devices(demand.gpus)) if demand.sharded else 1
+    devices, needed = region.capacity.devices, snapshot.gpu_mb(demand.batch, ranks)
     if devices is None or devices.memory_mb is None or needed <= devices.memory_mb:
         return ""
     step = f"a step of {demand.batch} samples takes {needed:.0f} MB of a GPU's memory, as a probe tells"

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from geofed_pb.errors import GeofedError
 from sync.framing import Array
-from sync.places import Place, refused, tensors_of, version_of
+from sync.places import Access, Place, refused, tensors_of, version_of
 
 __all__ = ["Base", "frozen_parameters", "possibly_constant", "written"]
 
@@ -62,6 +62,8 @@ class Base:
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = {place.name: place for place in places}
+        self.access = Access()
+        """How the tensors are read and written."""
         self._seen: dict[str, _Seen] = {}
 
     def __len__(self) -> int:
@@ -69,7 +71,7 @@ class Base:
 
     def contents(self) -> dict[str, Array]:
         """Return the bytes of each tensor, by name; of tensors on the CPU they are not copied."""
-        return {name: _bytes(place.tensor()) for name, place in self._places.items()}
+        return {name: _bytes(self.access.read(place.tensor())) for name, place in self._places.items()}
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of each tensor's bytes, by name."""
@@ -92,15 +94,15 @@ class Base:
                 if content.nbytes != tensor.numel() * tensor.element_size():
                     raise GeofedError("MODEL_MISMATCH", f"{name} of the base has {content.nbytes} bytes")
                 value = torch.from_numpy(content).view(tensor.dtype).reshape(tensor.shape)
-                if tensor.is_contiguous():
-                    tensor.copy_(value)
+                if place.kind == "buffer" and not tensor.is_contiguous():
+                    place.replace(value.to(tensor.device))
                 else:
-                    place.replace(value.to(tensor.device)) if place.kind == "buffer" else tensor.copy_(value)
+                    self.access.write(tensor, value)
 
     def watch(self) -> None:
         """Note the present contents, which `check` compares with."""
         self._seen = {
-            name: _Seen(tensor := place.tensor(), version_of(tensor), _checksum(tensor))
+            name: _Seen(tensor := place.tensor(), version_of(tensor), self._checksum(tensor))
             for name, place in self._places.items()
         }
 
@@ -110,7 +112,7 @@ class Base:
         return frozenset(
             name
             for name, seen in self._seen.items()
-            if seen.is_touched(now[name]) or _checksum(now[name]) != seen.checksum
+            if seen.is_touched(now[name]) or self._checksum(now[name]) != seen.checksum
         )
 
     def check(self, *, values: bool = False) -> None:
@@ -120,12 +122,11 @@ class Base:
             place, tensor = self._places[name], self._places[name].tensor()
             if place.kind == "parameter" and tensor.grad is not None:
                 raise refused(place, "was frozen when model(config) returned it, and has a gradient now", _LET_IT_TRAIN)
-            if (values or seen.is_touched(tensor)) and _checksum(tensor) != seen.checksum:
+            if (values or seen.is_touched(tensor)) and self._checksum(tensor) != seen.checksum:
                 raise refused(place, "was not changed by the first step, and has changed now", _CHANGE_IT_EARLIER)
 
-
-def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(_bytes(tensor).data)
+    def _checksum(self, tensor: torch.Tensor) -> int:
+        return zlib.crc32(_bytes(self.access.read(tensor)).data)
 
 
 def _bytes(tensor: torch.Tensor) -> Array:

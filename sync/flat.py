@@ -17,7 +17,7 @@ from geofed_pb.errors import GeofedError
 from sync.base import Base
 from sync.coordinates import coding_of
 from sync.layout import Layout, Slot, Vector
-from sync.places import KINDS, Found, Place, memory_of, refused, tensors_of, unlisted_buffers, version_of
+from sync.places import KINDS, Access, Found, Place, memory_of, refused, tensors_of, unlisted_buffers, version_of
 
 __all__ = ["FlatModel", "layout_of"]
 
@@ -68,7 +68,7 @@ class FlatModel:
         tensors that never change. ``local``: names of those that stay in the region. ``calling``: returns a context
         manager that is entered around all calls into the module, given their purpose; it can distinguish errors of the
         module from others."""
-        self.module, self._calling = module, calling
+        self.module, self._calling, self._access = module, calling, Access()
         found = tensors_of(module)
         for place, tensor, _ in found:
             _check_values(place, tensor)
@@ -89,6 +89,12 @@ class FlatModel:
         self._unlisted = {place.name: (tensor, version_of(tensor)) for place, tensor in unlisted_buffers(module)}
         if not self.layout.trainable and not part:
             raise GeofedError("TASK_INVALID", "the model has no trainable parameters")
+
+    def use(self, access: Access) -> None:
+        """Read and write tensors by ``access`` from now on; parameters may have been replaced by others of their
+        shapes."""
+        self._access = self.base.access = self.local.access = access
+        self._bound = [place.tensor() for place in self._trained]
 
     # The whole state
 
@@ -116,20 +122,23 @@ class FlatModel:
         """
         with torch.no_grad():
             now = [place.tensor() for place in self._places]
-            shared = Counter(tensor.untyped_storage().data_ptr() for tensor in now if tensor.numel())
+            here = [tensor for tensor in now if self._access.is_whole(tensor)]
+            shared = Counter(tensor.untyped_storage().data_ptr() for tensor in here if tensor.numel())
             later: list[tuple[int, torch.Tensor]] = []
             for number, (slot, at) in enumerate(self.layout.places()):
                 tensor, part = now[number], change[at]
                 if self._plain[number]:
                     moved = _as_tensor(part).reshape(slot.shape).to(tensor.device, tensor.dtype)
-                    if shared[tensor.untyped_storage().data_ptr()] > 1:
+                    if not self._access.is_whole(tensor):
+                        self._access.write(tensor, self._access.read(tensor) + moved)
+                    elif shared[tensor.untyped_storage().data_ptr()] > 1:
                         later.append((number, tensor + moved))
                     elif self._writable(tensor):
                         tensor += moved
                     else:
                         self._write(number, tensor + moved)
                 else:
-                    coordinates = slot.encode(_as_array(tensor)) + part
+                    coordinates = slot.encode(_as_array(self._access.read(tensor))) + part
                     later.append((number, _from_array(slot.decode(coordinates))))
             for number, value in later:
                 self._write(number, value)
@@ -138,7 +147,7 @@ class FlatModel:
     def exact(self) -> dict[str, torch.Tensor]:
         """Return the parameters that the vector rounds, by name: those wider than float32."""
         wide = [place for place, slot in zip(self._places, self.layout.slots, strict=False) if slot.dtype == "float64"]
-        return {place.name: place.tensor().detach() for place in wide if place.kind == "parameter"}
+        return {place.name: self._access.read(place.tensor()) for place in wide if place.kind == "parameter"}
 
     @_of_the_module
     def scratch(self) -> dict[str, torch.Tensor]:
@@ -279,7 +288,7 @@ class FlatModel:
         if tuple(tensor.shape) != slot.shape or tensor.dtype != getattr(torch, slot.dtype):
             text = f"is {_described(tensor)} now; model(config) returned it as {slot.dtype} {list(slot.shape)}"
             raise refused(place, text, "let model(config) make it with the type and shape that it will have")
-        return tensor
+        return self._access.read(tensor)
 
     def _write(self, number: int, value: torch.Tensor) -> None:
         place = self._places[number]
@@ -287,7 +296,7 @@ class FlatModel:
         if place.kind == "extra state":
             place.replace(value.to(tensor.device, tensor.dtype))
         elif self._writable(tensor) or place.kind == "parameter":
-            tensor.copy_(value)
+            self._access.write(tensor, value)
         else:
             place.replace(value.to(tensor.device, tensor.dtype, copy=True))
 

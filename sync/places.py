@@ -10,7 +10,7 @@ import torch
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["KINDS", "Found", "Place", "memory_of", "refused", "tensors_of", "unlisted_buffers", "version_of"]
+__all__ = ["KINDS", "Access", "Found", "Place", "memory_of", "refused", "tensors_of", "unlisted_buffers", "version_of"]
 
 KINDS = ("parameter", "buffer", "extra state")
 """What a tensor of the state may be."""
@@ -46,6 +46,22 @@ class Place:
             self.owner.set_extra_state(tensor)
         else:
             self.owner._buffers[self.attribute] = tensor
+
+
+class Access:
+    """How the values of a module's tensors are read and written. Here each tensor is held whole by this process."""
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """Whether this process holds all values of a tensor."""
+        return True
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return all values of a tensor, without gradient."""
+        return tensor.detach()
+
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Write all values of a tensor, which has no gradient meanwhile."""
+        tensor.copy_(values)
 
 
 def refused(place: Place, why: str, hint: str = "") -> GeofedError:

@@ -42,6 +42,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         workers=spec.train.workers if isinstance(spec.train.workers, dict) else _count(spec.train.workers),
         memory_mb=_count(spec.function.memory_mb),
         gpus=_count(spec.function.gpus),
+        sharded=spec.function.sharding != "none",
         slice_seconds=spec.function.slice.total_seconds(),
         balance=spec.train.balance,
         interval=_interval(spec),
@@ -86,7 +87,7 @@ def _clients(spec: JobSpec) -> ClientDemand | None:
 
 def _parallelism(spec: JobSpec) -> str:
     whole = spec.train.scaling != "fixed" or spec.privacy.differential is not None or spec.clients is not None
-    whole = whole or spec.evaluates_only or spec.train.batch == "auto"
+    whole = whole or spec.evaluates_only or spec.train.batch == "auto" or spec.function.sharding != "none"
     if whole or spec.objective.method != "auto" or spec.keys_without_pipeline:
         return "data"
     return spec.parallelism if isinstance(spec.parallelism, str) else "pipeline"

@@ -5,6 +5,7 @@ Docstrings of attributes are the descriptions in the JSON Schema, and in the ref
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -111,9 +112,7 @@ class JobSpec(Section):
             ),
             (self.train.precision == "fp16", "`train.precision: fp16`, which scales a loss; use bf16"),
         )
-        for is_refused, text in refused:
-            if is_refused:
-                raise ValueError(f"`train.end.steps: 0` trains nothing, and cannot be used with {text}")
+        _refuse("`train.end.steps: 0` trains nothing, and cannot be used with", refused)
         return self
 
     @model_validator(mode="after")
@@ -131,9 +130,7 @@ class JobSpec(Section):
             ),
             (self.evaluates_only, "`train.end.steps: 0`: a worker evaluates on one GPU"),
         )
-        for is_refused, text in refused:
-            if is_refused:
-                raise ValueError(f"{key} cannot be used with {text}")
+        _refuse(f"{key} cannot be used with", refused)
         if self.function.memory_mb == "auto":
             raise ValueError(f"{key} requires `function.memoryMb`: a function holds a process for each GPU")
         if gpus != "auto" and self.train.batch != "auto" and self.train.batch < gpus:
@@ -164,9 +161,30 @@ class JobSpec(Section):
             (self.function.gpus != 1, f"`function.gpus: {self.function.gpus}`, which divide a given batch"),
             (self.objective.method != "auto", f"`objective.method: {self.objective.method}`, a rule for a given batch"),
         )
-        for is_refused, text in refused:
-            if is_refused:
-                raise ValueError(f"`train.batch: auto` cannot be used with {text}")
+        _refuse("`train.batch: auto` cannot be used with", refused)
+        return self
+
+    @model_validator(mode="after")
+    def _shards(self) -> JobSpec:
+        if self.function.sharding == "none":
+            return self
+        key = f"`function.sharding: {self.function.sharding}`"
+        if self.function.gpus == 1:
+            raise ValueError(f"{key} divides a model among the GPUs of a worker: set `function.gpus` to 2 or more")
+        refused = (
+            (self.train.compile, "`train.compile`, which compiles calls of the whole model"),
+            (self.train.precision == "fp16", "`train.precision: fp16`, which scales a loss; use bf16"),
+            (self.train.scaling != "fixed", f"`train.scaling: {self.train.scaling}`, which changes the workers"),
+            (self.objective.method != "auto", "`objective.method`, which chooses the workers"),
+            (
+                bool(self.wan.traits.proximal),
+                f"`advanced.wan.policy: {self.wan.policy}`, whose term needs all of it",
+            ),
+        )
+        _refuse(f"{key} cannot be used with", refused)
+        workers = self.train.workers
+        if any(one != 1 for one in (workers.values() if isinstance(workers, dict) else [workers])):
+            raise ValueError(f"{key} requires `train.workers: 1`: workers of a region merge whole gradients")
         return self
 
     @model_validator(mode="after")
@@ -236,9 +254,7 @@ class JobSpec(Section):
                 f"{self.privacy.min_regions}",
             ),
         )
-        for is_refused, text in refused:
-            if is_refused:
-                raise ValueError(f"{key} {text}")
+        _refuse(key, refused)
         return self
 
     @model_validator(mode="after")
@@ -288,12 +304,9 @@ class JobSpec(Section):
             (bool(merge.staleness), "`advanced.merge.staleness`"),
             (method is not None and method.shares != "mean", f"`advanced.collective: {self.collective}`"),
         )
-        for is_refused, text in refused:
-            if is_refused:
-                raise ValueError(f"{key} {text}")
-        for is_refused, text in of_samples if wanted.level == "sample" else ():
-            if is_refused:
-                raise ValueError(f"`privacy.differential.level: sample` cannot be used with {text}")
+        _refuse(key, refused)
+        if wanted.level == "sample":
+            _refuse("`privacy.differential.level: sample` cannot be used with", of_samples)
         return self
 
     @model_validator(mode="after")
@@ -336,9 +349,7 @@ class JobSpec(Section):
                 "`privacy.differential.level: sample`; `region` hides all clients of a region",
             ),
         )
-        for is_refused, text in refused:
-            if is_refused:
-                raise ValueError(f"`clients` cannot be used with {text}")
+        _refuse("`clients` cannot be used with", refused)
         return self
 
     @property
@@ -375,3 +386,10 @@ class JobSpec(Section):
     def to_json(self) -> str:
         """Return the normalised form, which is stored and sent: with all defaults, and without `advanced`."""
         return self.model_dump_json(by_alias=True)
+
+
+def _refuse(begins: str, refused: Iterable[tuple[bool, str]]) -> None:
+    """Raise ``ValueError`` with the first text whose condition holds, after what it begins with."""
+    for is_refused, text in refused:
+        if is_refused:
+            raise ValueError(f"{begins} {text}")

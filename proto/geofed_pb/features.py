@@ -30,6 +30,7 @@ __all__ = [
     "ROBUST_BACKGROUND",
     "SECRETS",
     "SECURE",
+    "SHARDING",
 ]
 
 BASE = "base"
@@ -50,6 +51,7 @@ REQUIREMENTS = "task.requirements"
 IMAGE = "task.image"
 CLIENTS = "clients"
 GPUS = "function.gpus"
+SHARDING = "function.sharding"
 EVALUATION = "train.end.steps: 0"
 MERGE_RATIO = "advanced.merge.ratio"
 MERGE_STEP = "advanced.merge.step"
@@ -66,6 +68,6 @@ FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
     IMAGE, ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER, COMPILE, GPUS, PROBED_LABELS, QUARANTINE, PRIVATE_COUNTS,
-    RATE_OF_BATCH,
+    RATE_OF_BATCH, SHARDING,
 )  # fmt: skip
 """All features of this version."""

@@ -24,7 +24,16 @@ from region_agent.partition.events import Invoke, StartPs
 from region_agent.partition.server_process import free_ports
 from region_agent.privacy import is_private
 from region_agent.state.store import PartitionRow
-from region_agent.worker.invocation import ClientRounds, Gpus, Invocation, Precision, PrivateSteps, Schedule, Stretch
+from region_agent.worker.invocation import (
+    ClientRounds,
+    Gpus,
+    Invocation,
+    Precision,
+    PrivateSteps,
+    Schedule,
+    Sharding,
+    Stretch,
+)
 from sync.collective import DEFAULT
 from sync.policy import policy_named
 from sync.ps.config import PsConfig
@@ -44,12 +53,14 @@ __all__ = [
     "invocation_of",
     "precision_of",
     "server_config_of",
+    "sharding_of",
     "stretches_json",
     "whole_pipelines",
 ]
 
 _PRECISION: TypeAdapter[Precision] = TypeAdapter(Precision)
 _GPUS: TypeAdapter[Gpus] = TypeAdapter(Gpus)
+_SHARDING: TypeAdapter[Sharding] = TypeAdapter(Sharding)
 _STRETCHES = TypeAdapter(tuple[Stretch, ...])
 _TOKEN_GRACE = timedelta(seconds=300)
 """Time for which a worker's token stays valid after the slice."""
@@ -169,6 +180,16 @@ def gpus_of(task: agent_pb2.TaskRef) -> Gpus:
         raise GeofedError("CONFIG_INVALID", f"{clean(task.gpus)!r} is no number of GPUs") from None
 
 
+def sharding_of(task: agent_pb2.TaskRef) -> Sharding:
+    """Return how a worker's devices divide the model. Raises ``GeofedError("CONFIG_INVALID")`` for a way that is not
+    known here."""
+    try:
+        return _SHARDING.validate_python(task.sharding or "none")
+    except ValidationError:
+        text = f"unknown sharding {clean(task.sharding)!r}"
+        raise GeofedError("CONFIG_INVALID", text, hint="the control plane is newer: update this agent") from None
+
+
 def _proximal(plan: agent_pb2.PartitionPlan) -> float:
     """Return the weight of the workers' proximal term; 0: the policy has none."""
     policy = policy_named(plan.wan_policy)
@@ -233,6 +254,7 @@ def _training_fields(task: agent_pb2.TaskRef) -> dict[str, Any]:
         "precision": precision_of(task),
         "compile": task.compile,
         "gpus": gpus_of(task),
+        "sharding": sharding_of(task),
         "evaluates_only": task.evaluates_only,
         "local": tuple(task.local),
     }

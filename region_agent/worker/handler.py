@@ -113,7 +113,7 @@ def _profile(call: ProfileCall, begun: float) -> Profiled:
     task, data = _task_and_data(channel, call)
     if call.compile:
         check_compiler(_scratch() / "compiled", devices[0])
-    profiled = probe(call, task) if call.measure == "size" else profile(call, task, data, begun)
+    profiled = probe(call, task) if call.measure == "size" else _measured(call, task, data, begun)
     if len(devices) > 1:
         # What the others compute at the same time.
         batches = [min(one.batch * len(devices), batch) for one in profiled.steps]
@@ -122,6 +122,18 @@ def _profile(call: ProfileCall, begun: float) -> Profiled:
     if profiled.layers:
         profiled = profiled.model_copy(update=_messages(channel))
     return profiled.model_copy(update={"seconds": time.monotonic() - begun, "channel": asdict(channel.usage)})
+
+
+def _measured(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: float) -> Profiled:
+    """Profile the task. A model that is to be divided among devices may be too large for one: no step is timed then."""
+    try:
+        return profile(call, task, data, begun)
+    except (torch.OutOfMemoryError, GeofedError) as error:
+        lacks = isinstance(error, torch.OutOfMemoryError) or error.code == "GPU_MEMORY"
+        if call.sharding == "none" or call.measure != "pace" or not lacks:
+            raise
+    print("one GPU is too small for the whole model, so that no step was timed", file=sys.stderr, flush=True)
+    return Profiled(status="done", samples=len(data["train"]))
 
 
 def _messages(channel: Channel) -> dict[str, float]:
@@ -159,7 +171,13 @@ def _trainer(invocation: Invocation, channel: Channel, begun: float) -> Trainer:
         return ClientsModel(invocation.clients, invocation, *_task_and_data(channel, invocation), channel, begun)
     if not invocation.stages:
         task, data = _task_and_data(channel, invocation)
-        return WholeModel(invocation, task, data, channel, begun, _ranks(invocation, begun))
+        ranks = _ranks(invocation, begun)
+        if invocation.sharding == "fsdp" and ranks is not None:
+            # Imported here: workers that hold the whole model start without it.
+            from region_agent.worker.ranks.model import ShardedModel
+
+            return ShardedModel(invocation, task, data, channel, begun, ranks)
+        return WholeModel(invocation, task, data, channel, begun, ranks)
     stage = pipeline_of(invocation).position(invocation.worker).stage
     # Only the first stage of a pipeline needs samples, for their inputs, and the last one, for their labels.
     reads = stage in (0, len(invocation.stages) - 1)

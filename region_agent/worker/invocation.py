@@ -23,6 +23,7 @@ __all__ = [
     "PrivateSteps",
     "Schedule",
     "ShardFile",
+    "Sharding",
     "Stretch",
     "read_invocation",
 ]
@@ -30,6 +31,9 @@ __all__ = [
 Precision = Literal["fp32", "bf16", "fp16"]
 """Type that matrix products and convolutions are computed in; "fp32": that of the tensors."""
 
+Sharding = Literal["none", "fsdp"]
+"""How the devices of a worker divide the model: "none": each holds it whole; "fsdp": each holds a part of parameters,
+gradients and optimiser state."""
 MOST_GPUS = 64
 """Most devices of a worker: more than one machine has."""
 MOST_DEVICES = 1024
@@ -188,6 +192,8 @@ class Invocation(BaseModel):
         tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")], ...], Field(max_length=MOST_GPUS)
     ] = ()
     """Devices in place of those that `gpus` stands for, such as ("cpu", "cpu"); empty: those."""
+    sharding: Sharding = "none"
+    """"fsdp": with several devices, each of them holds a part of the model."""
     evaluates_only: bool = False
     """Whether nothing is trained: the job's step leaves the model as it is."""
     precision: Precision = "fp32"
@@ -239,6 +245,24 @@ class Invocation(BaseModel):
         # Clients and stages make steps of their own, which know nothing of noise.
         if self.private is not None and (self.clients is not None or self.stages):
             raise ValueError("differential privacy of samples with clients or stages")
+        return self
+
+    @model_validator(mode="after")
+    def _divides(self) -> Invocation:
+        if self.sharding == "none":
+            return self
+        refused = (
+            (self.private is not None, "differential privacy of samples"),
+            (self.clients is not None, "clients"),
+            (bool(self.stages), "stages"),
+            (self.compile, "compiled calls"),
+            (self.precision == "fp16", "a scaled loss"),
+            (self.proximal > 0, "a proximal term"),
+            (self.evaluates_only, "a job that trains nothing"),
+        )
+        for is_refused, text in refused:
+            if is_refused:
+                raise ValueError(f"parts of the model with {text}")
         return self
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from geofed_pb.bounds import MOST_LABELS
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.spec import Stream
-from region_agent.worker.invocation import ClientRounds, Gpus, Precision, ShardFile
+from region_agent.worker.invocation import ClientRounds, Gpus, Precision, ShardFile, Sharding
 
 __all__ = [
     "LayerNumbers",
@@ -71,6 +71,8 @@ class ProfileCall(_Body):
     """GPUs of a worker, as in `Invocation`; one is measured, with its part of the batch."""
     billed_gpus: int = Field(default=0, ge=0)
     """GPUs that the region bills for a worker, as in `Invocation`."""
+    sharding: Sharding = "none"
+    """How the devices of a worker divide the model; one is measured, with the whole model if it fits."""
     gpu: int = Field(default=0, ge=0)
     """Number of the GPU that is measured, of those that the function sees."""
     evaluation_batch: int = Field(default=0, ge=0)

@@ -144,6 +144,8 @@ def probe(call: ProfileCall, task: TaskModule) -> Profiled:
     if module is None:
         seed_all(call.seed)
         module = task.model(call.seed)
+    if call.sharding != "none":
+        _check_shards(task, module)
     with task.calling("model"):
         frozen, local = frozen_parameters(module), local_names(module, call.local)
         made = layout_of(module, frozen, local)
@@ -159,6 +161,17 @@ def probe(call: ProfileCall, task: TaskModule) -> Profiled:
         batch_norms=_batch_norms(module),
         loaded_seconds=seconds,
     )
+
+
+def _check_shards(task: TaskModule, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Raise ``GeofedError("TASK_INVALID")`` for what cannot be divided among devices."""
+    # Imported here: workers that hold the whole model start without it.
+    from region_agent.worker.ranks.sharding import check_shardable
+    from region_agent.worker.ranks.state import check_optimizer
+
+    check_shardable(task, module)
+    if optimizer is not None:
+        check_optimizer(optimizer)
 
 
 def _batch_norms(module: torch.nn.Module) -> tuple[str, ...]:
@@ -244,6 +257,8 @@ def _prepared(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: 
         if call.compile:
             compile_calls(module)
     optimizer = task.optimizer(module.parameters())
+    if call.sharding != "none":
+        _check_shards(task, module, optimizer)
     # A schedule that cannot be created is found before the plan, too.
     task.schedule(module.parameters())
     merged = flat

@@ -22,9 +22,13 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TESTS = ("tests/region_agent/worker/ranks/test_ranks.py", "tests/sync/test_device.py")
+TESTS = (
+    "tests/region_agent/worker/ranks/test_ranks.py",
+    "tests/region_agent/worker/ranks/test_sharding.py",
+    "tests/sync/test_device.py",
+)
 """The ranks' tests use NCCL where there are two GPUs or more."""
-BENCHMARKS = (("large_models_gpu", 0.45), ("ranks", 0.25))
+BENCHMARKS = (("large_models_gpu", 0.45), ("ranks", 0.2), ("sharding", 0.15))
 """With the share of the time that each may take at most; the tests have the rest."""
 NO_GPU, FAILED, TIMED_OUT = 69, 1, 124
 TAIL_CHARACTERS = 2000

@@ -55,6 +55,7 @@ def test_regions_leave_out_what_never_changes_if_all_can_and_for_the_whole_job(
         "train.precision=bf16",
         "train.accumulate=2",
         "function={gpus: 2, memoryMb: 2048}",
+        "function={gpus: 2, memoryMb: 2048, sharding: fsdp}",
         "train.local=['head.*']",
         "train.learningRate.batch=64",
         "train.initialModel.file=w.safetensors",
@@ -75,14 +76,17 @@ def test_what_an_agent_cannot_do_is_declined_with_its_region(
                 agent.catalogue = replace(agent.catalogue, images=("r/team/",))
                 await agent.connect()
             keys = [setting.partition("=")[0] + (".gpus" if "gpus" in setting else "")]
+            keys += ["function.sharding"] if "sharding" in setting else []
             if "uri" in setting:
                 keys = [f"train.initialModel.{key}" for key in ("uri", "adapter") if f"{key}: " in setting]
-            told = await stage.client.plan(load(job_file, [setting]).json)
+            told = await stage.client.plan(load(job_file, [setting, "train.workers=1"]).json)
             assert not told.admissible
             assert [reason["text"] for reason in json.loads(told.plan_json)["reasons"]] == [
                 f"the agent of region a is of an earlier version, which does not know `{key}`" for key in keys
             ]
-            assert (await stage.client.plan(load(job_file, [setting, "regions.avoid=[a]"]).json)).admissible
+            assert (
+                await stage.client.plan(load(job_file, [setting, "train.workers=1", "regions.avoid=[a]"]).json)
+            ).admissible
             assert (await stage.client.plan(load(job_file).json)).admissible
             for agent in (old, new):
                 await agent.close()

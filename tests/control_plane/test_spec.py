@@ -43,7 +43,7 @@ def errors_of(path: Path, text: str, *overrides: str) -> list[str]:
 def test_a_good_file_is_normalised(job_file: Path) -> None:
     loaded = load(job_file, ["wan.interval=5", "regions.use=[b, a]", "objective.deadline=2h"])
     assert parse_json(loaded.json) == loaded.spec
-    assert json.loads(loaded.json)["function"] == {"memoryMb": "auto", "gpus": 1, "slice": "30s"}
+    assert json.loads(loaded.json)["function"] == {"memoryMb": "auto", "gpus": 1, "sharding": "none", "slice": "30s"}
     assert loaded.folder == job_file.parent
     demand = to_demand(loaded.spec, "j", NOW)
     assert (demand.interval, demand.use, demand.deadline_seconds, demand.steps) == (5, ("b", "a"), 7200.0, 4)
@@ -366,6 +366,42 @@ def test_what_a_batch_cannot_be_left_to_the_plan_with(job_file: Path, settings: 
 def test_what_several_gpus_cannot_be_used_with_is_refused(job_file: Path, settings: list[str], told: str) -> None:
     found = errors_of(job_file, JOB, "function={gpus: 2, memoryMb: 4096}", *settings)
     assert any(told in error for error in found), found
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["function.gpus=1"], "`function.sharding: fsdp` divides a model among the GPUs of a worker"),
+        (["train.compile=true"], "cannot be used with `train.compile`"),
+        (["train.precision=fp16"], "cannot be used with `train.precision: fp16`"),
+        (
+            [
+                "train.scaling=tuned",
+                "train.end={epochs: 5, goal: {metric: loss, atMost: 0.4}}",
+                "train.evaluateEvery=1",
+            ],
+            "cannot be used with `train.scaling: tuned`",
+        ),
+        (["objective.method=fasdl"], "cannot be used with `objective.method`"),
+        (["advanced={wan: {policy: fedprox}}"], "cannot be used with `advanced.wan.policy: fedprox`"),
+        (["train.workers=2"], "`function.sharding: fsdp` requires `train.workers: 1`"),
+        (["train.workers=auto"], "`function.sharding: fsdp` requires `train.workers: 1`"),
+        (["train.workers={a: 1, b: 2}"], "`function.sharding: fsdp` requires `train.workers: 1`"),
+        (["parallelism={pipeline: {stages: 2}}"], "cannot be used with a pipeline"),
+        ([CLIENTS, "wan={}"], "cannot be used with `clients`"),
+        (["function.sharding=zero"], "`function.sharding`"),
+    ],
+)
+def test_what_a_divided_model_cannot_be_used_with_is_refused(job_file: Path, settings: list[str], told: str) -> None:
+    shards = "function={gpus: 2, memoryMb: 4096, sharding: fsdp}"
+    found = errors_of(job_file, JOB, shards, "train.workers=1", *settings)
+    assert any(told in error for error in found), found
+
+
+def test_a_divided_model_is_planned_with_one_worker_a_region(job_file: Path) -> None:
+    spec = load(job_file, ["function={gpus: 2, memoryMb: 4096, sharding: fsdp}", "train.workers=1"]).spec
+    demand = to_demand(spec, "j", NOW)
+    assert (demand.sharded, demand.workers, demand.parallelism) == (True, 1, "data")
 
 
 def test_several_gpus_are_of_one_worker(job_file: Path) -> None:

@@ -163,6 +163,13 @@ def test_a_number_of_gpus_that_cannot_be_is_refused_before_it_is_stored(tmp_path
     assert raised.value.code == "CONFIG_INVALID"
 
 
+def test_a_way_to_divide_a_model_that_is_not_known_is_refused_before_it_is_stored(tmp_path: Path) -> None:
+    check_partition(_load(tmp_path, WHOLE), _command(task__sharding="fsdp"))
+    with pytest.raises(GeofedError, match="unknown sharding 'zero'") as raised:
+        check_partition(_load(tmp_path, WHOLE), _command(task__sharding="zero"))
+    assert raised.value.code == "CONFIG_INVALID"
+
+
 def test_devices_have_a_price_and_are_enough_for_the_workers(tmp_path: Path) -> None:
     there = WHOLE.replace("memoryMb: 1024", "memoryMb: 1024, devices: {kind: a GPU, count: %d}")
     told = PRICES % ", deviceUsdPerSecond: 0.001"

@@ -118,8 +118,9 @@ class Scene:
     def probe(self, job: str = "probe-1", **changed: Any) -> None:
         self.profiler.probe(self._command(job, **{"memories_mb": [512], "limit_seconds": 0.3, **changed}))
 
-    def _command(self, job: str, **changed: Any) -> agent_pb2.ProfileTask:
+    def _command(self, job: str, sharding: str = "", **changed: Any) -> agent_pb2.ProfileTask:
         task = agent_pb2.TaskRef(bundle_digest=digest_of([self.bundle]), module="task.py", dataset="d")
+        task.sharding = sharding
         fields: dict[str, Any] = {
             "id": job, "region": "east", "task": task, "batch": 8, "seed": 3, "memories_mb": [512, 1024],
             "limit_seconds": 20.0, **changed,
@@ -291,6 +292,26 @@ async def test_a_step_that_does_not_fit_into_the_gpu_is_told_as_such(scene: Scen
     told = (await scene.answer()).weight
     assert (told.model_bytes, len(told.steps)) == (40, 0)
     assert told.note.startswith("GPU_MEMORY: the GPU ran out of memory in loss at task.py:")
+
+
+@pytest.mark.slow
+@on_a_loop
+async def test_a_step_of_a_divided_model_that_does_not_fit_into_one_gpu_is_not_timed(scene: Scene) -> None:
+    raises = "    raise torch.OutOfMemoryError('CUDA out of memory')\n"
+    scene.bundle = pack({"task.py": LINEAR_TASK.replace("    x, y = batch\n", raises, 1)})
+    scene.probe(sharding="fsdp")
+    told = (await scene.answer()).weight
+    assert (told.model_bytes, len(told.steps), told.samples, told.note) == (40, 0, 40, "")
+
+
+@pytest.mark.slow
+@on_a_loop
+async def test_what_cannot_be_divided_is_told_by_the_probe(scene: Scene) -> None:
+    scene.bundle = pack({"task.py": LINEAR_TASK + "\n\ndef on_round(model, completed):\n    pass\n"})
+    scene.probe(sharding="fsdp")
+    told = await scene.answer()
+    assert told.error.code == "TASK_INVALID"
+    assert "a task that defines on_round" in told.error.message
 
 
 @pytest.mark.slow

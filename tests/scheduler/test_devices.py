@@ -105,6 +105,24 @@ def test_a_step_that_takes_more_than_a_gpu_has_is_declined(taken: dict[int, int]
         assert isinstance(plan(snapshot, replace(demand, avoid=(regions[0].name,))), Plan)
 
 
+@pytest.mark.parametrize(
+    ("taken", "ranks", "needed"),
+    [({}, 2, 0.0), ({32: 4000}, 2, 2000.0), ({32: 4000, 8: 2500}, 1, 4000.0), ({32: 4000, 8: 2500}, 2, 3000.0),
+     ({32: 4000, 8: 2500}, 4, 2500.0), ({32: 4000, 8: 4100}, 2, 2000.0)],
+)  # fmt: skip
+def test_what_no_sample_takes_is_divided_among_the_gpus_of_a_worker_that_hold_parts(
+    taken: dict[int, int], ranks: int, needed: float
+) -> None:
+    drawn = drawn_federation(random.Random(1), 2, most=8).regions
+    devices = Devices("a GPU", 4, 2999)
+    regions = tuple(replace(one, capacity=replace(one.capacity, workers=4, devices=devices)) for one in drawn)
+    snapshot = Snapshot(regions, gpu_bytes={size: mb << 20 for size, mb in taken.items()})
+    assert snapshot.gpu_mb(32, ranks) == needed
+    demand = Demand("job", "data", batch=32, epochs=4.0, steps=None, seed=1, memory_mb=MEMORY_MB, workers=1)
+    found = plan(snapshot, replace(demand, gpus=ranks, sharded=ranks > 1))
+    assert isinstance(found, Declined) == (needed > 2999), found
+
+
 def test_a_region_whose_gpu_was_too_small_is_declined_at_that_batch_and_larger_ones() -> None:
     snapshot = drawn_federation(random.Random(1), 2, most=8)
     name = snapshot.regions[0].name

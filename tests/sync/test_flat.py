@@ -14,6 +14,7 @@ from torch import nn
 from geofed_pb.errors import GeofedError
 from sync.flat import FlatModel
 from sync.layout import Layout, Slot
+from sync.places import Access
 from sync.ps.execution.export import to_safetensors
 
 
@@ -223,3 +224,41 @@ def test_a_name_that_becomes_a_tensor_of_its_own_is_refused() -> None:
     module.bias_now = torch.zeros(2)
     with pytest.raises(GeofedError, match=r"buffer bias_now of the model was line\.bias's memory .* and is not now"):
         flat.check_names()
+
+
+class _Elsewhere(Access):
+    """Parameters whose values are not in the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.values = {id(one): one.detach().clone() for one in module.parameters()}
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) not in self.values
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.values.get(id(tensor), tensor)
+
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        self.values.get(id(tensor), tensor.detach()).copy_(values)
+
+
+def test_values_that_are_elsewhere_are_read_and_written_there() -> None:
+    modules = [nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).double()) for _ in range(2)]
+    for module in modules:
+        module[0].bias.requires_grad_(False)
+    modules[1].load_state_dict(modules[0].state_dict())
+    here, there = (FlatModel(module, base=["0.bias"]) for module in modules)
+    access = _Elsewhere(modules[1])
+    there.use(access)
+    before = [one.detach().clone() for one in modules[1].parameters()]
+    for flat in (here, there):
+        flat.base.watch()
+        flat.add(np.arange(flat.layout.size, dtype=np.float32))
+        flat.load(flat.vector() * 2)
+        flat.load_named({name: tensor + 1e-9 for name, tensor in flat.exact().items()})
+        flat.base.check(values=True)
+    np.testing.assert_array_equal(there.vector(), here.vector())
+    assert here.base.digests() == there.base.digests()
+    for one, other, kept in zip(*(module.parameters() for module in modules), before, strict=True):
+        assert torch.equal(access.values[id(other)], one), "as exact as in a module"
+        assert torch.equal(other, kept), "nothing is written to the module's own"

@@ -78,6 +78,8 @@ def task_keys(spec: JobSpec, code_digest: str) -> tuple[str, str]:
         same.append("compiled")
     if spec.function.gpus != 1:
         same.append({"gpus": spec.function.gpus})
+    if spec.function.sharding != "none":
+        same.append({"sharding": spec.function.sharding})
     if spec.evaluates_only:
         same.append("evaluates only")
     if spec.task.requirements:

@@ -28,7 +28,7 @@ from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
 from geofed_pb.bounds import MOST_BATCH_NORMS, MOST_LABELS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
-from geofed_pb.features import COMPILE, EVALUATION, GPUS, IMAGE, PARTS, PROBED_LABELS
+from geofed_pb.features import COMPILE, EVALUATION, GPUS, IMAGE, PARTS, PROBED_LABELS, SHARDING
 from geofed_pb.tasks import awaited, background, log_only
 from geofed_pb.v1 import agent_pb2, common_pb2
 
@@ -82,7 +82,7 @@ _GPU_MEMORY = "GPU_MEMORY"
 """Code of a step that does not fit into the GPU's memory, which may fit into that of another region."""
 _LACKS_SECONDS = 86_400.0
 """Time for which plans keep out a region whose GPU was too small: it may get another one."""
-_INCOMPLETE = re.compile(r"does not define|there is no task module|\breturned\b|must return")
+_INCOMPLETE = re.compile(r"does not define|there is no task module|\breturned\b|must return|shard")
 """Messages of TASK_INVALID that do not depend on the environment."""
 _OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|out of memory|can't allocate memory|OutOfMemoryError|MemoryError")
 """Messages on lack of memory, which are no fault of the code: a plan may choose more memory."""
@@ -389,6 +389,9 @@ class Probing:
             if spec.function.gpus != 1 and not self._measurements.knows(region, GPUS):
                 # It would measure one device.
                 continue
+            if spec.function.sharding != "none" and not self._measurements.knows(region, SHARDING):
+                # It would not say what cannot be divided.
+                continue
             if spec.train.compile and not self._measurements.knows(region, COMPILE):
                 # It would measure what is not compiled.
                 continue
@@ -424,6 +427,7 @@ class Probing:
                 clients=client_rounds(spec),
                 evaluates_only=spec.evaluates_only,
                 gpus=str(spec.function.gpus),
+                sharding="" if spec.function.sharding == "none" else spec.function.sharding,
                 dataset=spec.data.dataset,
                 submission=submission,
             ),

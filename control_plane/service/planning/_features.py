@@ -32,6 +32,7 @@ from geofed_pb.features import (
     ROBUST_BACKGROUND,
     SECRETS,
     SECURE,
+    SHARDING,
 )
 from geofed_pb.user_code.images import is_allowed_image
 from scheduler import Declined, Plan, Reason
@@ -80,6 +81,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (IMAGE, spec.task.image is not None),
             (CLIENTS, spec.clients is not None),
             (GPUS, spec.function.gpus != 1),
+            (SHARDING, spec.function.sharding != "none"),
             (EVALUATION, spec.evaluates_only),
             (MERGE_STEP, spec.merge.step != "sum"),
             (MERGE_RATIO, spec.merge.ratio != 1.0),

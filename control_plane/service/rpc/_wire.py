@@ -345,6 +345,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             clients=client_rounds(spec),
             evaluates_only=spec.evaluates_only,
             gpus=str(spec.function.gpus),
+            sharding="" if spec.function.sharding == "none" else spec.function.sharding,
         ),
         plan=_partition_plan(part, plan),
         traceparent=traceparent(row.id, partition_key(action.region), wanted=traced),

@@ -118,6 +118,10 @@ class Function(Section):
     """GPUs of a worker, which divide its `train.batch` and compute its steps together. `auto`: all that its function
     sees; without one, the CPU. With more than one, and `auto`, set `memoryMb`, which holds a process for each
     (docs/job-file.md#several-gpus-in-a-worker)."""
+    sharding: Literal["none", "fsdp"] = "none"
+    """Whether the GPUs of a worker hold the whole model each (`none`), or a part of parameters, gradients and optimiser
+    state each (`fsdp`), for a model that one cannot hold. `fsdp` needs `gpus` above 1, or `auto`, and one worker in a
+    region, `train.workers: 1` (docs/job-file.md#a-model-that-one-gpu-cannot-hold)."""
     slice: Duration = timedelta(seconds=30)
     """An invocation ends at the first step boundary after this time, and the next one continues; `10m` at most, since
     workers' tokens are valid for 15 minutes. An invocation that has not answered 120 s later is ended and called again;

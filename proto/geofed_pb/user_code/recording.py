@@ -131,10 +131,10 @@ def log_sums(sums: Sums) -> None:
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Let `log` add to a recorder."""
+    """Let `log` add to a recorder, in place of the one before."""
     global _current
-    _current = recorder
+    before, _current = _current, recorder
     try:
         yield
     finally:
-        _current = None
+        _current = before

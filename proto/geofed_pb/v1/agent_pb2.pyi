@@ -170,7 +170,7 @@ class StartPartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ..., resumed: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class TaskRef(_message.Message):
-    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env", "precision", "accumulate", "local", "initial_job", "initial_holds", "secrets", "requirements", "clients", "initial_uri", "evaluates_only", "image", "initial_adapter", "compile", "gpus")
+    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env", "precision", "accumulate", "local", "initial_job", "initial_holds", "secrets", "requirements", "clients", "initial_uri", "evaluates_only", "image", "initial_adapter", "compile", "gpus", "sharding")
     class EnvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +202,7 @@ class TaskRef(_message.Message):
     INITIAL_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     COMPILE_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
+    SHARDING_FIELD_NUMBER: _ClassVar[int]
     bundle_digest: str
     module: str
     config_json: str
@@ -226,7 +227,8 @@ class TaskRef(_message.Message):
     initial_adapter: str
     compile: bool
     gpus: str
-    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., precision: _Optional[str] = ..., accumulate: _Optional[int] = ..., local: _Optional[_Iterable[str]] = ..., initial_job: _Optional[str] = ..., initial_holds: _Optional[str] = ..., secrets: _Optional[_Iterable[str]] = ..., requirements: _Optional[str] = ..., clients: _Optional[_Union[ClientRounds, _Mapping]] = ..., initial_uri: _Optional[str] = ..., evaluates_only: bool = ..., image: _Optional[str] = ..., initial_adapter: _Optional[str] = ..., compile: bool = ..., gpus: _Optional[str] = ...) -> None: ...
+    sharding: str
+    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., precision: _Optional[str] = ..., accumulate: _Optional[int] = ..., local: _Optional[_Iterable[str]] = ..., initial_job: _Optional[str] = ..., initial_holds: _Optional[str] = ..., secrets: _Optional[_Iterable[str]] = ..., requirements: _Optional[str] = ..., clients: _Optional[_Union[ClientRounds, _Mapping]] = ..., initial_uri: _Optional[str] = ..., evaluates_only: bool = ..., image: _Optional[str] = ..., initial_adapter: _Optional[str] = ..., compile: bool = ..., gpus: _Optional[str] = ..., sharding: _Optional[str] = ...) -> None: ...
 
 class ClientRounds(_message.Message):
     __slots__ = ("fraction", "least", "epochs", "steps", "batch")

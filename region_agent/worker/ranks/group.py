@@ -27,7 +27,7 @@ from geofed_pb.user_code.recording import log_sums
 from region_agent.worker.invocation import CALL_GRACE, Invocation
 from region_agent.worker.ranks.messages import Begin, Fault, Load, Made, RankStep, Ready, Request
 
-__all__ = ["COLLECTIVE_SECONDS", "Ranks", "join"]
+__all__ = ["COLLECTIVE_SECONDS", "Ranks", "join", "mesh_on"]
 
 COLLECTIVE_SECONDS = 120.0
 """Longest wait of a rank for another one in a step; it is then considered lost. As between workers."""
@@ -60,6 +60,15 @@ def join(rank: int, ranks: int, device: torch.device, meeting: Path) -> None:
     )  # fmt: skip
 
 
+def mesh_on(device: torch.device) -> Any:
+    """Return the ranks as a mesh of devices, over which tensors are divided."""
+    # Imported here: workers that hold the whole model start without it.
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group: Any = dist.group.WORLD
+    return DeviceMesh.from_group(group, device.type)
+
+
 class Ranks:
     """Processes of the ranks above 0. Must be used by one thread at a time, and closed.
 
@@ -80,6 +89,7 @@ class Ranks:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=scratch))
         self._each: list[_Rank] = []
         self._joined, self.closed = False, False
+        self._mesh: Any = None
         self.cpu_seconds = 0.0
         """CPU time of the processes, as of their last answers; of those that have ended, too."""
         self.memory_bytes = 0
@@ -118,6 +128,17 @@ class Ranks:
             yield
 
     @contextmanager
+    def ordering(self, request: Request, *, answered: bool = True) -> Iterator[None]:
+        """Have them do their part of what rank 0 does in the context. ``answered``: they say when it is done."""
+        with self._closed_on_error():
+            for rank in self._each:
+                rank.tell(request)
+            yield
+            until = time.monotonic() + COLLECTIVE_SECONDS
+            for rank in self._each if answered else ():
+                rank.answer(Ready, until)
+
+    @contextmanager
     def computing(self, steps: Sequence[RankStep]) -> Iterator[list[Made]]:
         """Have each compute its part of a step; in the context, rank 0 computes its own. What they have made is in the
         list afterwards.
@@ -138,6 +159,13 @@ class Ranks:
         self.memory_bytes = max(self.memory_bytes, sum(one.memory_bytes for one in made))
 
     @property
+    def mesh(self) -> Any:
+        """The ranks as a mesh of devices."""
+        if self._mesh is None:
+            self._mesh = mesh_on(self.devices[0])
+        return self._mesh
+
+    @property
     def alive(self) -> bool:
         """Whether all of them run. They end with the thread that has started them, as that of a call may be."""
         return not self.closed and all(rank.alive for rank in self._each)
@@ -151,6 +179,9 @@ class Ranks:
             rank.close()
         # An error that one of them has keeps the frames of the calls that it has ended.
         self._each.clear()
+        if self._mesh is not None:
+            # torch keeps meshes in caches, and with them the group and its sockets.
+            self._mesh._pg_registry.clear()
         if self._joined:
             # NCCL would wait for the others to leave the group, too.
             with contextlib.suppress(Exception):

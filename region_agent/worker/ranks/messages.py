@@ -6,10 +6,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from geofed_pb.user_code.recording import Sums
 from region_agent.worker.data.loading import Drawn
+from sync.framing import Array
 
-__all__ = ["Begin", "Fault", "Load", "Made", "RankStep", "Ready"]
+__all__ = [
+    "Begin",
+    "Evaluate",
+    "Fault",
+    "Gather",
+    "Load",
+    "Made",
+    "Piece",
+    "RankStep",
+    "Ready",
+    "Request",
+    "Restore",
+    "Scatter",
+    "Update",
+]
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,59 @@ class RankStep:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """One tensor whose parts the ranks hold."""
+
+    number: int
+    """Of the parameter, in the order of the model; of a state, in the order of the optimiser."""
+    key: str = ""
+    """Key in the parameter's optimiser state; empty: the parameter itself."""
+    dtype: torch.dtype | None = None
+    """Type of a state that is new to the ranks."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Send a tensor's parts to rank 0."""
+
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Receive a part of a tensor from rank 0."""
+
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class Update:
+    """Make the optimiser's step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Load a state of the optimiser."""
+
+    held: dict[str, Array]
+    """Arrays of what all ranks hold alike, named as in a dumped state."""
+    pieces: tuple[Piece, ...]
+    """What follows from rank 0, one after the other."""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Evaluate the model, together with the others."""
+
+    seeds: tuple[int, ...]
+    """What its random numbers follow from."""
+    at_once: int
+    """Samples of a batch."""
+
+
+@dataclass(frozen=True)
 class Ready:
     """What was asked for is done."""
 
@@ -82,4 +152,4 @@ class Fault:
     hint: str | None
 
 
-Request = Load | Begin | RankStep
+Request = Load | Begin | RankStep | Gather | Scatter | Update | Restore | Evaluate

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from region_agent.worker.task import TaskModule
 from region_agent.worker.training.loss_scale import LossScale
 from sync.places import Place, tensors_of
 
-__all__ = ["RankPasses", "described"]
+__all__ = ["Passes", "RankPasses", "broadcast", "described", "exchanged", "numbers_of_all"]
 
 _BROADCAST_BYTES = 1 << 28
 """Bytes of tensors that are sent as one; the same as of DistributedDataParallel's first broadcast."""
@@ -38,44 +38,28 @@ class _Losses(torch.nn.Module):
 
 def described(module: torch.nn.Module) -> list[tuple[str, str, tuple[int, ...], bool]]:
     """Return name, type and shape of what ranks exchange of a module, and whether it is trained."""
-    return [(place.name, str(one.dtype), tuple(one.shape), trained) for place, one, trained in _exchanged(module)]
+    return [(place.name, str(one.dtype), tuple(one.shape), trained) for place, one, trained in exchanged(module)]
 
 
-def _exchanged(module: torch.nn.Module) -> list[tuple[Place, torch.Tensor, bool]]:
+def exchanged(module: torch.nn.Module) -> list[tuple[Place, torch.Tensor, bool]]:
+    """Return the parameters and buffers that ranks exchange."""
     return [found for found in tensors_of(module) if found[0].kind in ("parameter", "buffer")]
 
 
-class RankPasses:
+class Passes(Protocol):
     """One rank's side; all ranks of a worker must make the same calls, in the default process group.
 
     Creating it makes the modules of all ranks that of rank 0.
     """
 
-    def __init__(
-        self, task: TaskModule, module: torch.nn.Module, scale: LossScale | None, base: Collection[str]
-    ) -> None:
-        """``base``: names of the tensors that never change."""
-        self._task, self._scale, self._ranks = task, scale, dist.get_world_size()
-        places = [place for place, _, _ in _exchanged(module)]
-        self._changing = [place for place in places if place.name not in base]
-        self._broadcast(places)
-        with warnings.catch_warnings():
-            # Later versions have another name for `broadcast_buffers`, which earlier ones do not know.
-            warnings.simplefilter("ignore", FutureWarning)
-            self._losses = DistributedDataParallel(
-                _Losses(task, module), broadcast_buffers=False, init_sync=False, find_unused_parameters=True
-            )
-
     def counts(self, own: int) -> list[int]:
         """Exchange a number; returns that of each rank."""
-        mine = torch.tensor([own])
-        found = [torch.empty_like(mine) for _ in range(self._ranks)]
-        dist.all_gather(found, mine)
-        return [int(one) for one in found]
+
+    def passes(self, own: int) -> int:
+        """Return how many passes this rank has to make that has so many parts of a batch."""
 
     def share(self) -> None:
-        """Give all ranks rank 0's parameters and buffers: with the step that it has made, or as it has loaded them."""
-        self._broadcast(self._changing)
+        """Give all ranks what only rank 0 has of the model, before a step."""
 
     def run(self, parts: Sequence[tuple[int, Any]], samples: int, ready: Callable[[float], object]) -> float:
         """Add up the gradients of the mean loss over the samples of all ranks, and average them; returns this rank's
@@ -86,6 +70,40 @@ class RankPasses:
             samples: those of all ranks.
             ready: called with this rank's part of the loss before the last backward pass.
         """
+
+
+class RankPasses:
+    """`Passes` of ranks that hold the whole model each."""
+
+    def __init__(
+        self, task: TaskModule, module: torch.nn.Module, scale: LossScale | None, base: Collection[str]
+    ) -> None:
+        """``base``: names of the tensors that never change."""
+        self._task, self._scale, self._ranks = task, scale, dist.get_world_size()
+        places = [place for place, _, _ in exchanged(module)]
+        self._changing = [place for place in places if place.name not in base]
+        broadcast(places)
+        with warnings.catch_warnings():
+            # Later versions have another name for `broadcast_buffers`, which earlier ones do not know.
+            warnings.simplefilter("ignore", FutureWarning)
+            self._losses = DistributedDataParallel(
+                _Losses(task, module), broadcast_buffers=False, init_sync=False, find_unused_parameters=True
+            )
+
+    def counts(self, own: int) -> list[int]:
+        """Exchange a number; returns that of each rank."""
+        return numbers_of_all(own)
+
+    def passes(self, own: int) -> int:
+        """Return ``own``: without a gradient to add up, passes of a rank do not concern the others."""
+        return own
+
+    def share(self) -> None:
+        """Give all ranks rank 0's parameters and buffers: with the step that it has made, or as it has loaded them."""
+        broadcast(self._changing)
+
+    def run(self, parts: Sequence[tuple[int, Any]], samples: int, ready: Callable[[float], object]) -> float:
+        """Make the passes; gradients are averaged in the last one."""
         value = 0.0
         for left, (size, batch) in zip(reversed(range(len(parts))), parts, strict=True):
             with self._losses.no_sync() if left else contextlib.nullcontext():
@@ -100,9 +118,19 @@ class RankPasses:
                     (loss if self._scale is None else self._scale.scaled(loss)).backward()
         return value
 
-    def _broadcast(self, places: Sequence[Place]) -> None:
-        tensors = [place.tensor().detach() for place in places]
-        if tensors:
-            group: Any = dist.group.WORLD
-            # As DistributedDataParallel does it; one call for each tensor would take longer for many small ones.
-            dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+
+def numbers_of_all(own: int) -> list[int]:
+    """Exchange a number; returns that of each rank."""
+    mine = torch.tensor([own])
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return [int(one) for one in found]
+
+
+def broadcast(places: Sequence[Place]) -> None:
+    """Give all ranks rank 0's values."""
+    tensors = [place.tensor().detach() for place in places]
+    if tensors:
+        group: Any = dist.group.WORLD
+        # As DistributedDataParallel does it; one call for each tensor would take longer for many small ones.
+        dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]

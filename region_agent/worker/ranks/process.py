@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,10 +20,24 @@ from geofed_pb.user_code.recording import Recorder, recording
 from region_agent.worker import handler
 from region_agent.worker.compiling import compile_calls
 from region_agent.worker.data.loading import Loading
-from region_agent.worker.invocation import read_invocation
-from region_agent.worker.ranks.group import join
-from region_agent.worker.ranks.messages import Begin, Fault, Load, Made, RankStep, Ready, Request
-from region_agent.worker.ranks.passes import RankPasses, described
+from region_agent.worker.invocation import Invocation, read_invocation
+from region_agent.worker.ranks.group import join, mesh_on
+from region_agent.worker.ranks.messages import (
+    Begin,
+    Evaluate,
+    Fault,
+    Gather,
+    Load,
+    Made,
+    RankStep,
+    Ready,
+    Request,
+    Restore,
+    Scatter,
+    Update,
+)
+from region_agent.worker.ranks.passes import Passes, RankPasses, described
+from region_agent.worker.ranks.shell import shell_of
 from region_agent.worker.ranks.steps import part_of
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.loss_scale import LossScale
@@ -31,6 +45,9 @@ from region_agent.worker.training.usage import peak_bytes
 from sync.device import finish
 from sync.seeding import seed_all
 from sync.store import open_channel
+
+if TYPE_CHECKING:
+    from region_agent.worker.ranks.part import RankPart
 
 __all__ = ["main"]
 
@@ -69,8 +86,13 @@ def _served(rank: _Rank, request: Request, connection: Connection) -> Fault | No
             rank.create(request)
             connection.send(Ready())
             rank.begin(request)
-        else:
+        elif isinstance(request, RankStep):
             connection.send(rank.step(request))
+        elif isinstance(request, Gather | Scatter):
+            rank.part.exchange(request)
+        else:
+            rank.follow(request)
+            connection.send(Ready())
     except GeofedError as error:
         return Fault(error.code, error.message, error.hint)
     except torch.OutOfMemoryError:
@@ -87,6 +109,7 @@ class _Rank:
     """What the process holds."""
 
     device: torch.device
+    _mesh: Any = None
     folder = Path("/")
     """The task folder."""
     _task: TaskModule
@@ -94,7 +117,9 @@ class _Rank:
     _loading: Loading
     _module: torch.nn.Module
     _scale: LossScale | None
-    _passes: RankPasses
+    _passes: Passes
+    part: RankPart
+    """With `function.sharding: fsdp`: what this rank holds of the model and of the optimiser's state."""
 
     def load(self, request: Load) -> None:
         """Load the task and the data."""
@@ -113,22 +138,48 @@ class _Rank:
         self._task = task = replace(self._task, precision=call.precision)
         if hasattr(self, "_loading"):
             self._loading.close()
+            self.__dict__.pop("part", None)
             del self._passes, self._module
         self._loading = Loading(task, self._data)
         seed_all(call.seed)
-        self._module = task.model(call.seed)
+        self._call, self._module = call, self._created(call, request)
         if described(self._module) != request.model:
             text = "model(config) makes another model in each process"
             raise GeofedError("TASK_INVALID", text, hint="make it from the configuration and torch's seed alone")
         with task.calling("model"):
-            self._module.to(self.device)
+            if call.sharding == "none":
+                self._module.to(self.device)
             if call.compile:
                 compile_calls(self._module)
         self._scale = LossScale(self._module) if call.precision == "fp16" else None
 
+    def _created(self, call: Invocation, request: Begin) -> torch.nn.Module:
+        if call.sharding != "none" and (shell := shell_of(self._task, call.seed, request.model)) is not None:
+            return shell
+        seed_all(call.seed)
+        return self._task.model(call.seed)
+
     def begin(self, request: Begin) -> None:
-        """Receive rank 0's model."""
-        self._passes = RankPasses(self._task, self._module, self._scale, request.base)
+        """Receive rank 0's model, or a part of it."""
+        if self._call.sharding == "none":
+            self._passes = RankPasses(self._task, self._module, self._scale, request.base)
+        else:
+            # Imported here: ranks that hold the whole model start without it.
+            from region_agent.worker.ranks.part import RankPart
+
+            self._mesh = mesh_on(self.device) if self._mesh is None else self._mesh
+            self.part = RankPart(self._call, self._task, self._module, self.device, self._mesh, request.base)
+            self._passes = self.part.passes
+
+    def follow(self, request: Update | Restore | Evaluate) -> None:
+        """Do this rank's part of what rank 0 does."""
+        if isinstance(request, Update):
+            self.part.update(request)
+        elif isinstance(request, Restore):
+            self.part.restore(request)
+        else:
+            self.part.evaluate(request, self._data["test"], self._loading)
+        finish(self.device)
 
     def step(self, step: RankStep) -> Made:
         """Compute this rank's part of a step."""

@@ -14,7 +14,7 @@ from region_agent.worker.invocation import Invocation
 from region_agent.worker.ranks.devices import per_device
 from region_agent.worker.ranks.group import Ranks
 from region_agent.worker.ranks.messages import Begin, RankStep
-from region_agent.worker.ranks.passes import RankPasses, described
+from region_agent.worker.ranks.passes import Passes, RankPasses, described
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.loss_scale import LossScale
 from sync.seeding import reseed
@@ -26,7 +26,7 @@ _SAMPLES_SEED = 2
 
 
 def part_of(
-    step: RankStep, rank: int, loading: Loading, passes: RankPasses, device: torch.device
+    step: RankStep, rank: int, loading: Loading, passes: Passes, device: torch.device
 ) -> tuple[list[tuple[int, Any]], int]:
     """Return a rank's batches of a step, each with its number of samples, and the samples of all ranks.
 
@@ -40,6 +40,7 @@ def part_of(
     if not made:
         other = next(place for place, count in enumerate(counts) if count)
         made = [(0, next(batch for size, batch in loading.made_here(step.all[other]) if size))]
+    made += [(0, made[-1][1])] * (passes.passes(len(made)) - len(made))
     # Ranks draw other random numbers, as workers do.
     reseed(*step.seeds, *([rank] if rank else []))
     return [(size, move(batch, device)) for size, batch in made], sum(counts)
@@ -58,11 +59,12 @@ class RankedSteps:
         loading: Loading,
         scale: LossScale | None,
         base: frozenset[str],
+        passes: Passes | None = None,
     ) -> None:
-        """``base``: names of the tensors that never change."""
+        """``base``: names of the tensors that never change. ``passes``: this rank's, if the ranks have begun."""
         self.ranks, self._call, self._task, self._module = ranks, call, task, module
         self._stream, self._loading, self._scale, self._base = stream, loading, scale, base
-        self._passes: RankPasses | None = None
+        self._passes = passes
 
     def step(
         self, coming: Sequence[int], seeds: Callable[[int], tuple[int, ...]], ready: Callable[[float, int], object]

@@ -5,7 +5,7 @@ The state of parameter n has names ``n/...``; state of the whole optimiser, such
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.tree import Unsupported, dump_tree, load_tree
 from sync import framing
 
-__all__ = ["State", "dump_state", "load_state"]
+__all__ = ["State", "dump_state", "load_state", "loads_itself"]
 
 State = tuple[dict[str, framing.Array], dict[str, float]]
 """Tensors and numbers, by name."""
@@ -24,14 +24,22 @@ _WHOLE = -1
 _PARAMS = "params"
 
 
-def dump_state(optimizer: torch.optim.Optimizer) -> State:
-    """Serialise the optimiser's `state_dict`; raises ``GeofedError("TASK_INVALID")`` for objects that it cannot."""
+def dump_state(
+    optimizer: torch.optim.Optimizer, read: Callable[[int, str, Any], Any] = lambda _, __, value: value
+) -> State:
+    """Serialise the optimiser's `state_dict`; raises ``GeofedError("TASK_INVALID")`` for objects that it cannot.
+
+    ``read`` returns the value to serialise, given the parameter's number, the key in its state, and the value there.
+    """
     dumped = optimizer.state_dict()
     state = dumped.get("state", {})
     arrays: dict[str, framing.Array] = {}
     for key, entry in state.items():
         if _is_number(key):
-            arrays |= _dumped(entry, f"{key}/", "state of a parameter")
+            whole = (
+                {name: read(key, name, value) for name, value in entry.items()} if isinstance(entry, dict) else entry
+            )
+            arrays |= _dumped(whole, f"{key}/", "state of a parameter")
     groups = [_kept(group) for group in dumped.get("param_groups", ())]
     whole = {
         "groups": groups,
@@ -55,7 +63,7 @@ def load_state(
     state = {owner: load_tree(tensors, f"{owner}/", device) for owner in owners if owner != _WHOLE}
     whole = load_tree(tensors, f"{_WHOLE}/", device) if _WHOLE in owners else {"groups": [], "state": {}, "more": {}}
     parameters = [parameter for group in optimizer.param_groups for parameter in group[_PARAMS]]
-    if _overrides_loading(optimizer):
+    if loads_itself(optimizer):
         fresh = optimizer.state_dict()
         groups = [
             {**group, **(whole["groups"][at] if at < len(whole["groups"]) else {}), _PARAMS: group[_PARAMS]}
@@ -74,7 +82,8 @@ def load_state(
         group.update(values)
 
 
-def _overrides_loading(optimizer: torch.optim.Optimizer) -> bool:
+def loads_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimiser's class loads a state by code of its own."""
     hooked = optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
     return bool(hooked) or type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -44,7 +44,7 @@ from sync.layout import LOCAL, Layout, Vector
 from sync.local import local_names
 from sync.seeding import kept_random, reseed, seed_all
 
-__all__ = ["Trainer", "WholeModel", "checked_loss"]
+__all__ = ["Trainer", "WholeModel", "checked_loss", "test_batches"]
 
 
 _RETRY_DIVISOR = 8
@@ -192,6 +192,22 @@ def checked_loss(value: float, step: int) -> float:
     return value
 
 
+def test_batches(
+    call: Invocation, data: Any, loading: Loading, seeds: tuple[int, ...], at_once: int
+) -> tuple[list[int], Iterable[Any]]:
+    """Return the samples of each batch of a worker's part of the test data, and the batches, which are made when they
+    are asked for."""
+
+    def made(parts: list[list[int]], place: int) -> tuple[int, Any]:
+        coming = enumerate(parts[place : place + loading.ahead + 1], place)
+        drawn = [Drawn("test", (tuple(part),), (*seeds, _SAMPLES_SEED, at)) for at, part in coming]
+        with kept_random():
+            (found,) = loading.take(drawn)
+        return found
+
+    return evaluation_batches(data, call.worker, call.workers, at_once, made=made)
+
+
 class WholeModel:
     """Data parallelism: every worker holds the whole model."""
 
@@ -220,21 +236,17 @@ class WholeModel:
         self._loading, self._last = Loading(task, data), call.rounds * call.steps_per_round
         self._module = self._created()
         local = local_names(self._module, call.local)
-        base, used = constant_tensors(call, task, self._module, self._stream, channel, local)
-        if used:
-            self._module = self._created()
+        base = self._constant(local)
         with task.calling("model"):
             self.flat = FlatModel(self._module, base=base, local=local, calling=task.calling)
             # The region's workers merge what stays in the region, too.
             merged = FlatModel(self._module, base=base, calling=task.calling) if local else self.flat
-            self._module.to(self._device)
-            if call.compile:
-                compile_calls(self._module)
+            self._parameters = list(self._module.parameters())
+            self._place(call, ranks)
         self.layout = self.flat.layout
-        self._optimizer = task.optimizer(self._module.parameters())
+        self._optimizer = self._made_optimizer()
         with task.calling("optimizer"):
-            steps, parameters = call.rounds * call.steps_per_round, list(self._module.parameters())
-            own = partial(task.schedule, parameters)
+            steps, own = call.rounds * call.steps_per_round, partial(task.schedule, self._parameters)
             self._rate = LearningRateSchedule(self._optimizer, call.schedule, steps, batches, own)
         self.counted = 0
         self._proximal = ProximalTerm(self.flat, call.proximal) if call.proximal else None
@@ -249,6 +261,23 @@ class WholeModel:
         self.name, self.server_counts_steps = self._merging.name, self._merging.server_counts_steps
         self.alone = call.workers == 1
         self.leads = self.reports_steps = call.worker == 0
+
+    def _constant(self, local: frozenset[str]) -> frozenset[str]:
+        """Return the names of the tensors that never change. ``local``: names of tensors that do not count."""
+        call, task = self._call, self._task
+        base, used = constant_tensors(call, task, self._module, self._stream, self._channel, local)
+        if used:
+            self._module = self._created()
+        return base
+
+    def _place(self, call: Invocation, ranks: Ranks | None) -> None:
+        """Move the model to where it is computed."""
+        self._module.to(self._device)
+        if call.compile:
+            compile_calls(self._module)
+
+    def _made_optimizer(self) -> torch.optim.Optimizer:
+        return self._task.optimizer(self._module.parameters())
 
     def _made_merging(self, merged: FlatModel, begun: float) -> Merging:
         """Open what merges the steps of the region's workers. ``merged``: the model with all that they merge."""
@@ -359,25 +388,24 @@ class WholeModel:
             return 0, {}
         with self._task.calling("dataset"):
             at_once = self._call.evaluation_batch or per_device(self._call.batch or self.share(1), self._devices)
-            at_once = max(1, at_once // _RETRY_DIVISOR**tries)
-            worker, workers = self._call.worker, self._call.workers
+        seeds = *self._seeds(sequence), _EVALUATION_SEED
+        return self._evaluated(seeds, max(1, at_once // _RETRY_DIVISOR**tries))
 
-            def made(parts: list[list[int]], place: int) -> tuple[int, Any]:
-                seeds = *self._seeds(sequence), _EVALUATION_SEED, _SAMPLES_SEED
-                coming = enumerate(parts[place : place + self._loading.ahead + 1], place)
-                with kept_random():
-                    (found,) = self._loading.take([Drawn("test", (tuple(part),), (*seeds, at)) for at, part in coming])
-                return found
-
-            sizes, batches = evaluation_batches(self._data["test"], worker, workers, at_once, made=made)
+    def _evaluated(self, seeds: tuple[int, ...], at_once: int) -> tuple[int, Mapping[str, float | Histogram]]:
+        with self._task.calling("dataset"):
+            sizes, batches = test_batches(self._call, self._data["test"], self._loading, seeds, at_once)
         # Random numbers of an evaluation depend only on the round, wherever the slice began.
-        reseed(*self._seeds(sequence), _EVALUATION_SEED)
+        reseed(*seeds)
         with self._task.calling("the model's eval()"):
             self._module.eval()
         with torch.no_grad():
             moved = (move(batch, self._device) for batch in batches)
-            metrics = self._task.metrics(self._module, moved, sizes) if sizes else {}
+            metrics = self._metrics(moved, sizes) if sizes else {}
+            # Without the samples that are None, which are known now.
             return sum(sizes), metrics
+
+    def _metrics(self, batches: Iterable[Any], sizes: list[int]) -> dict[str, float | Histogram]:
+        return self._task.metrics(self._module, batches, sizes)
 
     @property
     def needs_round_model(self) -> bool:
@@ -427,7 +455,7 @@ class WholeModel:
     def dump_state(self) -> State:
         """Return the state of the optimiser, the tensors that stay in the region, and the scale of the loss."""
         with self._task.calling("the optimiser's state_dict()"):
-            tensors, numbers = dump_state(self._optimizer)
+            tensors, numbers = self._dumped()
         tensors |= {f"{LOCAL}{name}": content for name, content in self.flat.local.contents().items()}
         return tensors, numbers | (self._scale.state() if self._scale is not None else {})
 
@@ -437,9 +465,15 @@ class WholeModel:
         local = {name: tensors.pop(name) for name in state[0] if name.startswith(LOCAL)}
         self.flat.local.load({name.removeprefix(LOCAL): content for name, content in local.items()})
         with self._task.calling("the optimiser's load_state_dict()"):
-            load_state(self._optimizer, tensors, state[1])
+            self._load(tensors, state[1])
         if self._scale is not None:
             self._scale.restore(state[1])
+
+    def _dumped(self) -> State:
+        return dump_state(self._optimizer)
+
+    def _load(self, tensors: Mapping[str, framing.Array], numbers: Mapping[str, float]) -> None:
+        load_state(self._optimizer, tensors, numbers)
 
     def put_state(self, key: str, state: State) -> None:
         """Store a dumped state under a key."""
