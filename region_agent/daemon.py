@@ -165,6 +165,7 @@ class Agent:
         if self._gateway is not None:
             tasks.append(awaited(self._watch_gateway(self._gateway)))
         try:
+            self._privacy.require(self._audit.releases())
             self._privacy.reconcile({row.job for row in self._store.open_partitions()})
             for row in self._store.open_partitions():
                 self._start_or_wait(agent_pb2.StartPartition.FromString(row.start))

@@ -20,6 +20,8 @@ from region_agent.cli import app
 from region_agent.config import RegionConfig
 from region_agent.partition.report import withhold, withhold_small_counts
 from region_agent.privacy import LEDGER, PrivacyGuard, accounts_of, ships_logs
+from region_agent.state.audit_log import AUDIT_KEY, RegionAudit
+from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import read_invocation
 from sync.private import PrivacyLedger, Release, epsilon_of, standard_deviation
 from sync.ps.execution.releases import Releases
@@ -339,6 +341,28 @@ def test_the_loss_of_the_ledger_with_its_folder_gives_no_new_budget(tmp_path: Pa
     shown = CliRunner().invoke(app, ["privacy", "--state-dir", str(tmp_path)])
     assert shown.exit_code != 0
     assert "ledger.json is lost" in str(shown.exception)
+
+
+def test_the_audit_log_knows_what_a_ledger_without_a_trace_had(tmp_path: Path) -> None:
+    """The whole ledger is removed, with the file beside it; the agent starts again."""
+    guard = PrivacyGuard(config(), tmp_path)
+    guard.admit(start())
+    made = releases(guard, start())
+    made.released(np.zeros(2, np.float32), np.zeros(2, np.float32), 1)
+    made.stored(1)
+    log = RegionAudit(AgentStore(tmp_path / "agent.db"), tmp_path / AUDIT_KEY, "east", "1")
+    assert log.releases() == {}
+    log.note(agent_pb2.PartitionReport(job="job-1", epoch=1, state="finished", privacy=guard.spent("job-1")))
+    log.note(agent_pb2.PartitionReport(job="plain", epoch=1, state="finished"))
+    assert log.releases() == {"job-1": 1}
+    guard.require(log.releases())
+    guard.close("job-1")
+    assert guard.spent("job-1") is not None
+    shutil.rmtree(tmp_path / LEDGER)
+    (tmp_path / f"{LEDGER}.jobs").unlink()
+    again = PrivacyGuard(config(), tmp_path)
+    again.require(log.releases())
+    assert refusal(again, start("job-2")).code == "STATE_INVALID"
 
 
 def test_a_report_tells_no_loss_of_private_data() -> None:
