@@ -184,8 +184,8 @@ class PrivacyGuard:
         self._ledger.change(granted)
 
     def require(self, releases: Mapping[str, int]) -> None:
-        """From now on, refuse every job with noise if the ledger lacks what the region's audit log has of jobs that have
-        ended: releases by job. So a ledger that is lost with all files beside it is not taken for a new one."""
+        """From now on, refuse every job with noise if the ledger lacks what the region's audit log has of ended jobs:
+        releases by job. So a ledger that is lost with all files beside it is not taken for a new one."""
         self._ledger.require(len(releases), sum(releases.values()))
 
     def reconcile(self, jobs: Collection[str]) -> None:

@@ -2,8 +2,8 @@
 to a job, and the job's parameter server takes them before each update that leaves. What cannot be read is refused.
 
 The file is one JSON object with a digest of its rows. It is replaced as a whole, durably, under a lock. The number of
-its rows, and what ended jobs have spent, which never fall, are in a file beside its folder, so that a ledger that is lost
-or older is not taken for the present one.
+its rows, and what ended jobs have spent, which never fall, are in a file beside its folder, so that a ledger that is
+lost or older is not taken for the present one.
 """
 
 from __future__ import annotations

@@ -100,6 +100,10 @@ def test_the_owner_of_the_data_decides_also_while_a_job_runs(owned: Federation, 
         failed(ended, "FORBIDDEN", "with differential privacy only")
         first = running.wait_end(running.submit(*ROUNDS, *calm))
         assert first["state"] == "succeeded", first["error"]
+        told = {region["name"]: region["metrics"] for region in first["result"]["regions"]}
+        assert told.pop("oslo") == {}, "metrics have no noise"
+        assert len(told) == 2
+        assert all(told.values())
         ended = running.wait_end(running.submit(*ROUNDS, *calm))
         failed(ended, "PRIVACY_EXHAUSTED", "50 is spent or reserved, 60 allowed")
 

@@ -18,7 +18,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, common_pb2
 from region_agent.cli import app
 from region_agent.config import RegionConfig
-from region_agent.partition.report import withhold, withhold_small_counts
+from region_agent.partition.report import withhold, withhold_metrics, withhold_small_counts
 from region_agent.privacy import LEDGER, PrivacyGuard, accounts_of, ships_logs
 from region_agent.state.audit_log import AUDIT_KEY, RegionAudit
 from region_agent.state.store import AgentStore
@@ -429,6 +429,20 @@ def test_an_account_without_a_budget_is_at_the_smallest_delta(tmp_path: Path) ->
     (account,) = accounts_of(None, rows)
     assert (account.delta, account.budget) == (1e-7, None)
     assert account.epsilon == epsilon_of([(Release(2.0), 4)], 1e-7)
+
+
+def test_metrics_without_noise_stay() -> None:
+    message = agent_pb2.Evaluation(metrics={"loss": 0.5}, samples=90, round=3)
+    message.histograms["ward"].CopyFrom(common_pb2.Histogram(categories=["a"], counts=[30]))
+    withhold_metrics(message)
+    assert (dict(message.metrics), dict(message.histograms), message.samples, message.round) == ({}, {}, 0, 3)
+    assert "minimumCount" in message.error
+    failed = agent_pb2.Evaluation(error="metrics raised KeyError: 'patient 4711'")
+    withhold_metrics(failed)
+    assert "4711" not in failed.error
+    nothing = agent_pb2.Evaluation(round=2)
+    withhold_metrics(nothing)
+    assert nothing == agent_pb2.Evaluation(round=2), "no evaluation is due"
 
 
 def test_an_evaluation_tells_nothing_of_few_samples() -> None:

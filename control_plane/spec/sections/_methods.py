@@ -192,8 +192,8 @@ class Privacy(Section):
     @model_validator(mode="after")
     def _is_used(self, info: ValidationInfo) -> Privacy:
         # The normalised form, which is JSON, states all defaults.
-        stated = self.min_regions != FEWEST_REGIONS or (info.mode == "python" and "min_regions" in self.model_fields_set)
-        if stated and not self.secure_aggregation:
+        given = "min_regions" in self.model_fields_set and info.mode == "python"
+        if (given or self.min_regions != FEWEST_REGIONS) and not self.secure_aggregation:
             raise ValueError("`minRegions` requires `secureAggregation: true`")
         return self
 
