@@ -276,6 +276,7 @@ class Agent:
         """Remove what the retention rules no longer keep: at the start, and at an interval."""
         while True:
             self._audit.erased(await asyncio.to_thread(self._storage.sweep, time.time()))
+            await asyncio.to_thread(self._store.clear_log)
             await asyncio.sleep(_SWEEP_SECONDS)
 
     async def _delete_orphans(self, context: PartitionContext) -> None:
