@@ -153,8 +153,8 @@ class Database:
             return int(last) >= number
 
     def clear_log(self) -> None:
-        """Empty the log of an SQLite database, which has rows that are deleted from its file. If somebody else reads the
-        database for longer than a second, the next call does it. PostgreSQL does so by itself."""
+        """Empty the log of an SQLite database, which has rows that are deleted from its file. If somebody else reads it
+        for longer than a second, the next call does it. PostgreSQL does so by itself."""
         if self.shared:
             return
         with mapped(), closing(self.engine.raw_connection()) as connection:
