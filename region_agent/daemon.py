@@ -578,8 +578,9 @@ class Agent:
         """Restart partitions of several regions without state, as after the loss of a disk.
 
         A parameter server with an older state lacks updates that the other regions have deleted. A job in this region
-        only continues from its state.
+        only continues from its state. What was spent of privacy since the copy is not known.
         """
+        self._privacy.state_restored()
         for partition in list(self._partitions.values()):
             if len(partition.start.regions) > 1:
                 self._run_to_end(self._restart_without_state(partition), partition.job, partition.start.epoch)

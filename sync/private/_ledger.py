@@ -27,6 +27,7 @@ __all__ = ["LedgerRow", "PrivacyLedger"]
 _VERSION = 1
 _MOST_BYTES = 256 << 20
 _DAMAGED = "restore it from a backup that is not older than its last job; without it, nothing more may be released"
+_DOUBTED = "restore a newer backup; or, if its owner accepts that these releases are not counted, remove that file"
 _LOST = "run the job again, with train.initialModel from this one"
 
 
@@ -78,6 +79,8 @@ class PrivacyLedger:
         self._path = folder / "ledger.json"
         self._least = folder.with_name(f"{folder.name}.jobs")
         """Least number of its rows, and of the releases in them; it is there once there are any."""
+        self._doubt = folder.with_name(f"{folder.name}.restored")
+        """Says that releases may be missing."""
 
     def rows(self) -> tuple[LedgerRow, ...]:
         """Return all rows, the oldest job first. Raises ``GeofedError("STATE_INVALID")`` if the ledger is damaged or
@@ -154,6 +157,13 @@ class PrivacyLedger:
         with self._locked():
             self._raise_least(jobs, releases)
 
+    def doubt(self) -> None:
+        """From now on, refuse the ledger: it is of an older copy of the region's state, and may lack releases; durable
+        when this returns. Raises ``GeofedError("DISK_FULL")``."""
+        write_durably(
+            self._doubt, [b"The state directory was older than what the control plane had of it.\n"], mode=0o600
+        )
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with (self._folder / "lock").open("w") as lock:
@@ -161,6 +171,11 @@ class PrivacyLedger:
             yield
 
     def _read(self) -> list[LedgerRow]:
+        if self._doubt.exists():
+            text = (
+                f"what is spent of privacy is not known: the state directory was restored from a copy ({self._doubt})"
+            )
+            raise GeofedError("STATE_INVALID", text, hint=_DOUBTED)
         try:
             if self._path.stat().st_size > _MOST_BYTES:
                 raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")

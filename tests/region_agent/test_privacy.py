@@ -365,6 +365,28 @@ def test_the_audit_log_knows_what_a_ledger_without_a_trace_had(tmp_path: Path) -
     assert refusal(again, start("job-2")).code == "STATE_INVALID"
 
 
+def test_a_state_that_was_restored_from_a_copy_grants_nothing_until_the_owner_accepts_it(tmp_path: Path) -> None:
+    guard = PrivacyGuard(config(), tmp_path)
+    guard.admit(start())
+    guard.state_restored()
+    for asked in (guard, PrivacyGuard(config(), tmp_path)):
+        told = refusal(asked, start("job-2"))
+        assert told.code == "STATE_INVALID"
+        assert "restored from a copy" in told.message
+    guard.admit(start("job-3", dataset="open", noise=0.0))
+    guard.state_restored()
+    (tmp_path / f"{LEDGER}.restored").unlink()
+    PrivacyGuard(config(), tmp_path).admit(start("job-2", rounds=1))
+
+
+def test_a_region_without_budgets_and_releases_has_nothing_to_lose(tmp_path: Path) -> None:
+    guard = PrivacyGuard(config(None), tmp_path)
+    guard.state_restored()
+    guard.admit(start())
+    guard.state_restored()
+    assert refusal(guard, start("job-2")).code == "STATE_INVALID"
+
+
 def test_a_report_tells_no_loss_of_private_data() -> None:
     message = agent_pb2.PartitionReport(loss=0.5, round_loss=0.5)
     message.logged.values["train_accuracy"] = 0.9
