@@ -235,7 +235,8 @@ def exported(state_dir: Path, federation: str, region: str) -> Iterator[str]:
                 yield entry_line(text, hash_)
     except sqlite3.Error as error:
         raise GeofedError("UNAVAILABLE", f"{database} cannot be read: {error}") from None
-    yield head_line(Head.sign(load_or_create_key(key_file, is_new=False), seq, hash_, time.time(), region))
+    key = load_or_create_key(key_file, is_new=False)
+    yield head_line(Head.sign(key, seq, hash_, time.time(), region), key, federation)
 
 
 def _digest(content: bytes) -> str:
