@@ -239,6 +239,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         while True:
             seen, ended = federation.logs_notifier.count, job not in federation.jobs
             rows = await federation.read(partial(Store.logs_after, job=job, cursor=cursor, region=region))
+            if rows:
+                await federation.note_read(entry, caller_now().user, "")
             for row in rows:
                 yield log_message(row)
                 cursor = row.cursor
