@@ -33,10 +33,11 @@ BUDGET = {"epsilon": 6.0, "delta": DELTA}
 
 def config(budget: dict[str, float] | None = BUDGET, **dataset: Any) -> RegionConfig:
     digits = {"splits": {"train": {"uri": "/nowhere", "samples": 1000}}, "privacy": budget, **dataset}
+    elsewhere = {"splits": {"train": {"uri": "/elsewhere", "samples": 1000}}}
     return RegionConfig.model_validate(
         {
             "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
-            "capacity": {"workers": 2}, "datasets": {"digits": digits, "open": {"splits": digits["splits"]}},
+            "capacity": {"workers": 2}, "datasets": {"digits": digits, "open": elsewhere},
         }
     )  # fmt: skip
 
