@@ -189,7 +189,10 @@ class PrivacyGuard:
         self._ledger.require(len(releases), sum(releases.values()))
 
     def state_restored(self) -> None:
-        """From now on, refuse every job with noise, as the state directory is an older copy: releases may be missing. Does nothing where there is neither a budget nor a release."""
+        """From now on, refuse every job with noise, as the state directory is an older copy: releases may be missing.
+
+        Does nothing where there is neither a budget nor a release.
+        """
         budgets = any(held.privacy is not None for held in self._config.datasets.values())
         try:
             counts = budgets or bool(self._ledger.rows())
