@@ -165,6 +165,7 @@ class Agent:
         if self._gateway is not None:
             tasks.append(awaited(self._watch_gateway(self._gateway)))
         try:
+            self._privacy.require(self._audit.releases())
             self._privacy.reconcile({row.job for row in self._store.open_partitions()})
             for row in self._store.open_partitions():
                 self._start_or_wait(agent_pb2.StartPartition.FromString(row.start))
@@ -275,6 +276,7 @@ class Agent:
         """Remove what the retention rules no longer keep: at the start, and at an interval."""
         while True:
             self._audit.erased(await asyncio.to_thread(self._storage.sweep, time.time()))
+            await asyncio.to_thread(self._store.clear_log)
             await asyncio.sleep(_SWEEP_SECONDS)
 
     async def _delete_orphans(self, context: PartitionContext) -> None:
@@ -576,8 +578,9 @@ class Agent:
         """Restart partitions of several regions without state, as after the loss of a disk.
 
         A parameter server with an older state lacks updates that the other regions have deleted. A job in this region
-        only continues from its state.
+        only continues from its state. What was spent of privacy since the copy is not known.
         """
+        self._privacy.state_restored()
         for partition in list(self._partitions.values()):
             if len(partition.start.regions) > 1:
                 self._run_to_end(self._restart_without_state(partition), partition.job, partition.start.epoch)

@@ -183,6 +183,25 @@ class PrivacyGuard:
 
         self._ledger.change(granted)
 
+    def require(self, releases: Mapping[str, int]) -> None:
+        """From now on, refuse every job with noise if the ledger lacks what the region's audit log has of ended jobs:
+        releases by job. So a ledger that is lost with all files beside it is not taken for a new one."""
+        self._ledger.require(len(releases), sum(releases.values()))
+
+    def state_restored(self) -> None:
+        """From now on, refuse every job with noise, as the state directory is an older copy: releases may be missing.
+
+        Does nothing where there is neither a budget nor a release.
+        """
+        budgets = any(held.privacy is not None for held in self._config.datasets.values())
+        try:
+            counts = budgets or bool(self._ledger.rows())
+        except GeofedError:
+            counts = True
+        if counts:
+            _log.error("what is spent of privacy is not known any more: jobs with noise are refused")
+            self._ledger.doubt()
+
     def reconcile(self, jobs: Collection[str]) -> None:
         """Bring the grants of open jobs into line with the present budgets, when the agent starts.
 

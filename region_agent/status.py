@@ -59,6 +59,9 @@ class StatusFile:
                 self._store.alive(status.at)
                 # Written without fsync: after a crash the status is out of date anyway.
                 fresh = self._state_dir / ".status.json"
+                # Conditions may quote what job code has said of the data.
+                fresh.touch(mode=0o600)
+                fresh.chmod(0o600)
                 fresh.write_text(json.dumps(asdict(status)))
                 os.replace(fresh, self._state_dir / "status.json")
         except GeofedError as error:

@@ -254,6 +254,7 @@ class Dashboard:
 
     async def _logs(self, request: Request, caller: Caller) -> str:
         entry, asked = await self._find(request.path_params["job"], caller, "contents"), request.query_params
+        await self._federation.note_read(entry, caller.user, "")
         return await self._pages.logs(entry, caller, asked.get("q", ""), asked.get("region", ""))
 
     async def _compare(self, request: Request, caller: Caller) -> str:

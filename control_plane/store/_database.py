@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,6 +26,10 @@ from geofed_pb.errors import GeofedError
 SETTLE_SECONDS = 5.0
 """How long a commit whose answer was lost is looked up. It covers a restart of the database's connection pooler or a
 switch to its replica; a longer outage ends the leadership instead."""
+BUSY = "busy_timeout=10000"
+"""Setting of SQLite: the time for which a write waits for another process, in milliseconds."""
+_CLEARING = "busy_timeout=1000"
+"""The same while the log is emptied: no write can begin meanwhile."""
 _SETTLE_PAUSE_SECONDS = 0.2
 """Time between two attempts to look up a commit."""
 
@@ -147,6 +151,19 @@ class Database:
             if last is None:
                 raise OutcomeUnknown  # another control plane leads, whose changes have other numbers
             return int(last) >= number
+
+    def clear_log(self) -> None:
+        """Empty the log of an SQLite database, which has rows that are deleted from its file. If somebody else reads it
+        for longer than a second, the next call does it. PostgreSQL does so by itself."""
+        if self.shared:
+            return
+        with mapped(), closing(self.engine.raw_connection()) as connection:
+            # It begins no transaction, in which the log cannot be emptied.
+            cursor = connection.cursor()
+            for pragma in (_CLEARING, "wal_checkpoint(TRUNCATE)", BUSY):
+                cursor.execute(f"PRAGMA {pragma}")
+                cursor.fetchall()
+            cursor.close()
 
     @contextmanager
     def _reading(self) -> Iterator[Connection]:

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
-from control_plane.store._database import mapped
+from control_plane.store._database import BUSY, mapped
 from control_plane.store._store import MAX_LOG_LINES, Store
 from geofed_pb.errors import GeofedError, install_hint
 
@@ -116,7 +116,8 @@ def _break(connections: Iterable[Any]) -> None:
 
 def _prepare_sqlite(connection: sqlite3.Connection, record: Any) -> None:
     connection.isolation_level = None  # the driver's implicit BEGIN is late, and never IMMEDIATE
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000", "foreign_keys=ON"):
+    # What a user deletes must not stay readable in the file.
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", BUSY, "foreign_keys=ON", "secure_delete=ON"):
         connection.execute(f"PRAGMA {pragma}").close()
 
 

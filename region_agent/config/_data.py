@@ -73,7 +73,8 @@ class DatasetConfig(Section):
     """Splits of the shard, by name: `train`, `test` and others that the task's `dataset` knows."""
     privacy: PrivacyBudget | None = None
     """Budget of differential privacy of the `train` split. With it the region takes only jobs with
-    `privacy.differential` that keep within it, whatever the control plane says. Default: any job."""
+    `privacy.differential` that keep within it, whatever the control plane says. Metrics of its `test` split, which have
+    no noise, leave only with `minimumCount`. Default: any job."""
 
     minimum_count: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
     """Fewest test samples of which metrics leave the region, and fewest in a bin of a histogram, or with a label that a

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TypeVar
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.files import strict_yaml
+from region_agent.config._data import DatasetConfig
 from region_agent.config._model import RegionConfig
 from region_agent.config._section import Section
 
@@ -29,7 +31,9 @@ def load_config(path: Path) -> RegionConfig:
         raise GeofedError("CONFIG_INVALID", str(error)) from None
     _check_stores(config, document)
     _check_samples(config, document)
-    return _resolved(config, path.parent.resolve())
+    resolved = _resolved(config, path.parent.resolve())
+    _check_accounts(resolved, document)
+    return resolved
 
 
 def _check_stores(config: RegionConfig, document: strict_yaml.Document) -> None:
@@ -49,6 +53,27 @@ def _check_samples(config: RegionConfig, document: strict_yaml.Document) -> None
             if part.samples is None and held.format is None:
                 text = f"`datasets.{name}.splits.{split}.samples` is required without a `format`"
                 raise GeofedError("CONFIG_INVALID", document.error(("datasets", name, "splits", split), text))
+
+
+def _check_accounts(config: RegionConfig, document: strict_yaml.Document) -> None:
+    """Refuse data with a budget of privacy that have another name, too: what jobs spend by that is not in the budget.
+
+    Raises ``GeofedError("CONFIG_INVALID")``.
+    """
+    for name, held in config.datasets.items():
+        if held.privacy is None:
+            continue
+        own = _places(held)
+        for other, there in config.datasets.items():
+            if other != name and (both := own & _places(there)):
+                text = f"`datasets.{name}.privacy` is no bound of {min(both)[1]}, which is also in datasets.{other}"
+                raise GeofedError("CONFIG_INVALID", document.error(("datasets", name, "privacy"), text))
+
+
+def _places(held: DatasetConfig) -> set[tuple[str, str]]:
+    """Return store and address of each split."""
+    uris = [part.uri for part in held.splits.values()]
+    return {(held.store, uri if uri.startswith("s3://") else os.path.realpath(uri)) for uri in uris}
 
 
 def _resolved(config: RegionConfig, folder: Path) -> RegionConfig:

@@ -20,7 +20,7 @@ from region_agent.worker.invocation import Outcome
 from sync.channel import Usage
 from sync.histograms import from_messages, to_message, without_small_counts
 
-__all__ = ["PartitionMeter", "report_of", "view_of", "withhold", "withhold_small_counts"]
+__all__ = ["PartitionMeter", "report_of", "view_of", "withhold", "withhold_metrics", "withhold_small_counts"]
 
 _TIMES = ("compute", "merge", "exchange", "wait", "evaluate")
 
@@ -201,6 +201,19 @@ def withhold(message: agent_pb2.PartitionReport, spent: agent_pb2.Privacy | None
     message.loss = message.round_loss = math.nan
     message.ClearField("logged")
     message.privacy.CopyFrom(spent or agent_pb2.Privacy())
+
+
+def withhold_metrics(evaluation: agent_pb2.Evaluation) -> None:
+    """Take out of an evaluation all that it measured without noise, on data whose owner has a budget and has not stated
+    of how many samples metrics may be told."""
+    _withhold_text(evaluation)
+    if evaluation.metrics or evaluation.histograms:
+        evaluation.error = (
+            "metrics of data with a budget of privacy have no noise, and stay in a region without minimumCount"
+        )
+    evaluation.ClearField("metrics")
+    evaluation.ClearField("histograms")
+    evaluation.samples = 0
 
 
 def withhold_small_counts(evaluation: agent_pb2.Evaluation, least: int, config: object) -> None:

@@ -81,7 +81,14 @@ from region_agent.partition.function import WorkerFunction
 from region_agent.partition.invocations import HeldDevices, Invocations
 from region_agent.partition.logs import FunctionLogs
 from region_agent.partition.machine import PartitionMachine
-from region_agent.partition.report import PartitionMeter, report_of, view_of, withhold, withhold_small_counts
+from region_agent.partition.report import (
+    PartitionMeter,
+    report_of,
+    view_of,
+    withhold,
+    withhold_metrics,
+    withhold_small_counts,
+)
 from region_agent.partition.server_events import ServerEvents
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS, PartitionShards
@@ -470,6 +477,8 @@ class PartitionRunner:
             withhold(message, self._privacy.spent(self.job))
         if held is not None and held.minimum_count:
             withhold_small_counts(message.evaluation, held.minimum_count, self._task_config)
+        elif held is not None and held.privacy is not None and not self.start.plan.wan_settings.get("measured"):
+            withhold_metrics(message.evaluation)
         self._context.report(message, durable)
 
     # Implementation of the actions

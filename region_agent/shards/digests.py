@@ -16,7 +16,7 @@ from pathlib import Path
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import write_durably
 from region_agent.config import DatasetConfig, StoreConfig
-from region_agent.shards.indexing import INDEXES
+from region_agent.shards.indexing import INDEXES, private_folder
 from region_agent.shards.reading import shard_files
 from region_agent.worker.data.sources import version_of
 from region_agent.worker.invocation import ShardFile
@@ -77,8 +77,8 @@ class DataDigests:
             os.utime(path)
             return path.read_text()
         digest = hashlib.sha256(json.dumps(sorted(self._named(file) for file in files)).encode()).hexdigest()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, [digest.encode()])
+        private_folder(path.parent)
+        write_durably(path, [digest.encode()], mode=0o600)
         return digest
 
     def _named(self, file: ShardFile) -> list[object]:

@@ -20,7 +20,7 @@ from region_agent.worker.data.sources import Sources
 from region_agent.worker.data.spec import FormatSpec, Stream
 from region_agent.worker.invocation import ShardFile
 
-__all__ = ["INDEXES", "Indexes", "counted", "streams_of"]
+__all__ = ["INDEXES", "Indexes", "counted", "private_folder", "streams_of"]
 
 INDEXES = "indexes"
 """Folder in the state directory for indexes."""
@@ -28,6 +28,13 @@ _VERSION = 1
 """Number that changes with the content of indexes, so that old ones are made again."""
 _MOST_KEPT = 256
 """Most indexes that are kept; those that were used least recently are deleted."""
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder that only the agent's user can read, also if an earlier version has made another one: indexes name
+    categories and clients, and digests confirm a guess of small data."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
 
 
 class Indexes:
@@ -55,8 +62,8 @@ class Indexes:
                 return BlockIndex.from_bytes(path.read_bytes())
             except (OSError, GeofedError):
                 found = self._made(spec, files)
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_durably(path, [found.to_bytes()])
+            private_folder(self._folder)
+            write_durably(path, [found.to_bytes()], mode=0o600)
             self._forget_old()
             return found
 

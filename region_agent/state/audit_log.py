@@ -149,6 +149,21 @@ class RegionAudit:
             }
             self._store.add_audit(self._entry("data.erased", job, **facts))
 
+    def releases(self) -> dict[str, int]:
+        """Return how many releases each job with noise had made when a part of it ended, as far as that is recorded."""
+        found: dict[str, int] = {}
+        for text in self._store.audited("job.ended"):
+            try:
+                facts = json.loads(text)
+                # Earlier versions recorded epsilon only.
+                if facts.get("releases") is not None or facts.get("epsilon") is not None:
+                    job = str(facts["job"])
+                    found[job] = max(found.get(job, 0), int(facts.get("releases") or 0))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                # `verify` finds a damaged entry, which must stop no job.
+                continue
+        return found
+
     def note(self, report: agent_pb2.PartitionReport) -> None:
         """Record the end of a partition or transfer, or its refusal, and put the head of the log into the report."""
         if report.state in _ENDS:
@@ -191,6 +206,7 @@ class RegionAudit:
             received_bytes=dict(report.totals.received_bytes),
             usd=sum(money.usd for money in report.totals.money),
             epsilon=report.privacy.epsilon if report.HasField("privacy") else None,
+            releases=report.privacy.releases if report.HasField("privacy") else None,
             data=dict(report.data),
         )
         self._store.add_audit(entry, unless=[f"{started} {state}" for state in ends])
@@ -219,7 +235,8 @@ def exported(state_dir: Path, federation: str, region: str) -> Iterator[str]:
                 yield entry_line(text, hash_)
     except sqlite3.Error as error:
         raise GeofedError("UNAVAILABLE", f"{database} cannot be read: {error}") from None
-    yield head_line(Head.sign(load_or_create_key(key_file, is_new=False), seq, hash_, time.time(), region))
+    key = load_or_create_key(key_file, is_new=False)
+    yield head_line(Head.sign(key, seq, hash_, time.time(), region), key, federation)
 
 
 def _digest(content: bytes) -> str:

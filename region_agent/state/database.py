@@ -13,6 +13,9 @@ from region_agent.state.migrating import migrate
 
 __all__ = ["AgentDatabase"]
 
+_BUSY_MS = 5000
+"""Time for which a write waits for another process, such as a command that reads the database."""
+
 
 class AgentDatabase:
     """A database with writes that are deferred while the disk is full.
@@ -29,13 +32,25 @@ class AgentDatabase:
         self._path = path
         self._lock = threading.Lock()
         self._deferred: list[Callable[[sqlite3.Connection], object]] = []
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db = sqlite3.connect(path, _BUSY_MS / 1e3, isolation_level=None, check_same_thread=False)
         self._db.execute("pragma journal_mode = wal")
         self._db.execute("pragma synchronous = full")
+        # What is deleted must not stay readable in the file: reports, and configurations of jobs.
+        self._db.execute("pragma secure_delete = on")
 
     def close(self) -> None:
         """Close the database; deferred writes are lost."""
         self._db.close()
+
+    def clear_log(self) -> None:
+        """Empty SQLite's log beside the file, which has rows that are deleted from the file. If another process reads
+        the database just now, the next call does it."""
+        with self._lock:
+            self._db.execute("pragma busy_timeout = 0")
+            try:
+                self._db.execute("pragma wal_checkpoint(truncate)").fetchall()
+            finally:
+                self._db.execute(f"pragma busy_timeout = {_BUSY_MS}")
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:

@@ -339,6 +339,10 @@ class AgentStore(AgentDatabase):
         rows = self._rows("select seq, hash from audit order by seq desc limit 1")
         return (int(str(rows[0][0])), str(rows[0][1])) if rows else None
 
+    def audited(self, kind: str) -> list[str]:
+        """Return the texts of all entries of a kind, in their order."""
+        return [str(text) for (text,) in self._rows("select text from audit where kind = ? order by seq", kind)]
+
     def last_of(self, job: str, *kinds: str, epoch: int | None = None) -> tuple[int, str] | None:
         """Return number and mark of the last entry of a job that is of these kinds. ``epoch`` None: of any one."""
         where = f"job = ? and kind in ({', '.join('?' * len(kinds))})"

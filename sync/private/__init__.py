@@ -6,13 +6,14 @@
 
 from sync.private._account import Release, affordable, epsilon_of, noise_for, require_accounting
 from sync.private._ledger import LedgerRow, PrivacyLedger
-from sync.private._noise import clipped, gaussian_noise, noisy_update, standard_deviation
+from sync.private._noise import check_masked_noise, clipped, gaussian_noise, noisy_update, standard_deviation
 
 __all__ = [
     "LedgerRow",
     "PrivacyLedger",
     "Release",
     "affordable",
+    "check_masked_noise",
     "clipped",
     "epsilon_of",
     "gaussian_noise",

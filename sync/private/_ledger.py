@@ -2,7 +2,8 @@
 to a job, and the job's parameter server takes them before each update that leaves. What cannot be read is refused.
 
 The file is one JSON object with a digest of its rows. It is replaced as a whole, durably, under a lock. The number of
-its rows, which never falls, is in a file beside its folder, so that a ledger that is lost is not taken for a new one.
+its rows, and what ended jobs have spent, which never fall, are in a file beside its folder, so that a ledger that is
+lost or older is not taken for the present one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = ["LedgerRow", "PrivacyLedger"]
 _VERSION = 1
 _MOST_BYTES = 256 << 20
 _DAMAGED = "restore it from a backup that is not older than its last job; without it, nothing more may be released"
+_DOUBTED = "restore a newer backup; or, if its owner accepts that these releases are not counted, remove that file"
 _LOST = "run the job again, with train.initialModel from this one"
 
 
@@ -75,8 +77,10 @@ class PrivacyLedger:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / "ledger.json"
-        self._count = folder.with_name(f"{folder.name}.jobs")
-        """Number of its rows; it is there once there are any."""
+        self._least = folder.with_name(f"{folder.name}.jobs")
+        """Least number of its rows, and of the releases in them; it is there once there are any."""
+        self._doubt = folder.with_name(f"{folder.name}.restored")
+        """Says that releases may be missing."""
 
     def rows(self) -> tuple[LedgerRow, ...]:
         """Return all rows, the oldest job first. Raises ``GeofedError("STATE_INVALID")`` if the ledger is damaged or
@@ -144,6 +148,22 @@ class PrivacyLedger:
         if self.rows():
             self.change(lambda rows: [replace(one, open=False) if one.job == job else one for one in rows])
 
+    def require(self, jobs: int, releases: int) -> None:
+        """From now on, refuse a ledger that has fewer jobs or releases, as others have recorded them; durable when this
+        returns. Raises ``GeofedError("DISK_FULL")``."""
+        if not jobs:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self._locked():
+            self._raise_least(jobs, releases)
+
+    def doubt(self) -> None:
+        """From now on, refuse the ledger: it is of an older copy of the region's state, and may lack releases; durable
+        when this returns. Raises ``GeofedError("DISK_FULL")``."""
+        write_durably(
+            self._doubt, [b"The state directory was older than what the control plane had of it.\n"], mode=0o600
+        )
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with (self._folder / "lock").open("w") as lock:
@@ -151,6 +171,11 @@ class PrivacyLedger:
             yield
 
     def _read(self) -> list[LedgerRow]:
+        if self._doubt.exists():
+            text = (
+                f"what is spent of privacy is not known: the state directory was restored from a copy ({self._doubt})"
+            )
+            raise GeofedError("STATE_INVALID", text, hint=_DOUBTED)
         try:
             if self._path.stat().st_size > _MOST_BYTES:
                 raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
@@ -158,11 +183,15 @@ class PrivacyLedger:
             rows = held["rows"]
             if held["version"] != _VERSION or held["digest"] != _digest(rows):
                 raise ValueError("its digest does not fit, or it is of a newer version")
-            if len(rows) < (known := self._known()):
-                raise ValueError(f"it is older than {self._count}: it has {len(rows)} of {known} jobs")
-            return [_checked(LedgerRow(**row)) for row in rows]
+            checked = [_checked(LedgerRow(**row)) for row in rows]
+            jobs, releases = self._known()
+            if len(checked) < jobs:
+                raise ValueError(f"it is older than {self._least}: it has {len(checked)} of {jobs} jobs")
+            if (spent := sum(row.spent for row in checked)) < releases:
+                raise ValueError(f"it is older than {self._least}: it has {spent} of {releases} releases")
+            return checked
         except FileNotFoundError:
-            if self._count.exists():
+            if self._least.exists():
                 raise GeofedError("STATE_INVALID", f"{self._path} is lost", hint=_DAMAGED) from None
             return []
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -173,12 +202,19 @@ class PrivacyLedger:
         plain = [asdict(row) for row in rows]
         content = json.dumps({"version": _VERSION, "digest": _digest(plain), "rows": plain}, indent=1)
         write_durably(self._path, [content.encode()], mode=0o600)
-        if len(rows) != self._known():
-            write_durably(self._count, [str(len(rows)).encode()], mode=0o600)
+        # What open jobs spend is noted at their end: their own parameter servers know it until then.
+        self._raise_least(len(rows), sum(row.spent for row in rows if not row.open))
 
-    def _known(self) -> int:
-        """Return the number of rows that there were; 0 before the first one."""
-        return int(self._count.read_bytes()) if self._count.exists() else 0
+    def _raise_least(self, jobs: int, releases: int) -> None:
+        known = self._known()
+        least = max(jobs, known[0]), max(releases, known[1])
+        if least != known:
+            write_durably(self._least, [f"{least[0]} {least[1]}".encode()], mode=0o600)
+
+    def _known(self) -> tuple[int, int]:
+        """Return the numbers of rows and of releases that there were at least; 0 before the first one."""
+        jobs, _, releases = self._least.read_text().partition(" ") if self._least.exists() else ("0", "", "")
+        return int(jobs), int(releases or 0)
 
 
 def _digest(rows: Any) -> str:

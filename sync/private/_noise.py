@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from geofed_pb.errors import GeofedError
 from sync.layout import Vector
 
-__all__ = ["clipped", "gaussian_noise", "noisy_update", "standard_deviation"]
+__all__ = ["check_masked_noise", "clipped", "gaussian_noise", "noisy_update", "standard_deviation"]
 
 Wide = npt.NDArray[np.float64]
 
@@ -20,6 +21,14 @@ _BLOCK = 1 << 16
 """Coordinates that are processed together, so that intermediate results stay in the CPU's cache. Even."""
 _INSIDE = 1.0 - 2.0**-40
 """Part of the bound that a clipped vector has, so that what is rounded does not exceed it."""
+_LARGEST_SUM = 32.0
+"""Range of the fixed-point numbers of secure aggregation (`sync.secure`), which the updates of all regions share."""
+_SMALLEST_NOISE = 1e-5
+"""Least standard deviation of a region's part of the noise there: 670 steps of the fixed-point numbers. The sum of so
+finely rounded Gaussian numbers differs from a rounded Gaussian number by less than can be noticed (Kairouz et al. 2021,
+arXiv 2102.06387, for the discrete Gaussian)."""
+_TAILS = 8.0
+"""Standard deviations that noise practically never exceeds."""
 
 
 def standard_deviation(noise: float, clip: float, region: str, shares: Mapping[str, float], fewest: int) -> float:
@@ -33,6 +42,20 @@ def standard_deviation(noise: float, clip: float, region: str, shares: Mapping[s
     if not fewest:
         return noise * clip
     return noise * clip * max(shares.values()) / (shares[region] * math.sqrt(fewest - 1))
+
+
+def check_masked_noise(clip: float, std: float, share: float) -> None:
+    """Raise ``GeofedError("CONFIG_INVALID")`` unless secure aggregation can add up updates of a norm with noise.
+
+    ``std``: standard deviation of the noise of a region, see `standard_deviation`; ``share``: the region's part of the
+    mean.
+    """
+    if clip + _TAILS * std > _LARGEST_SUM:
+        text = f"an update of norm {clip:g} with noise of {std:.3g} exceeds what secure aggregation adds"
+        raise GeofedError("CONFIG_INVALID", text, hint="use a smaller privacy.differential.clipNorm, or less noise")
+    if std * share < _SMALLEST_NOISE:
+        text = f"noise of {std:.3g} is lost in the rounding of secure aggregation"
+        raise GeofedError("CONFIG_INVALID", text, hint="use a larger privacy.differential.clipNorm, or more noise")
 
 
 def gaussian_noise(size: int, std: float) -> Wide:

@@ -29,7 +29,7 @@ def test_an_entry_can_be_read_again_however_much_a_job_has_measured() -> None:
     text = json.dumps({**entry, "seq": 1})
     lines = [header_line("f"), entry_line(text, hash_of("0" * 64, text))]
     head = Head.sign(KEY, 1, hash_of("0" * 64, text), 1.0)
-    assert verify([*lines, head_line(head)]).head == head
+    assert verify([*lines, head_line(head, KEY, "f")]).head == head
     with pytest.raises(AuditBroken):
         verify(lines)
 

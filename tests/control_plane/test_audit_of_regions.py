@@ -14,6 +14,8 @@ from geofed_pb.security.audit import Head, verify
 from geofed_pb.v1 import agent_pb2, common_pb2
 from tests.control_plane.conftest import ServeConfig, Stage, staged
 from tests.control_plane.scenario import bring_up, run
+from tests.control_plane.test_dashboard import browser
+from tests.control_plane.test_signed import as_user
 
 KEY = Ed25519PrivateKey.generate()
 
@@ -58,6 +60,32 @@ def test_a_region_forges_no_entries(serve_config: ServeConfig, job_file: Path) -
             shown = [event async for event in stage.client.watch(job, follow=False)]
             assert [event.kind for event in shown].count("region.note") == len(kinds)
             assert "message.undeliverable" not in [event.kind for event in shown]
+
+    run(scenario())
+
+
+def test_who_reads_lines_of_a_log_is_recorded(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file)).job.id
+            ann = (await stage.client.add_user("ann")).token
+            await stage.client.share(job, "ann")
+            assert not [line async for line in stage.client.logs(job)]
+            assert not await entries(stage, "job.read"), "there are no lines yet"
+            record = agent_pb2.LogRecord(job=job, at=1.0, source="worker 1", text="hello")
+            a.send(agent_pb2.FromAgent(logs=agent_pb2.LogBatch(records=[record])))
+            await a.settled()
+            async with as_user(stage, ann, None) as client:
+                for _ in range(2):
+                    assert [line.text async for line in client.logs(job)] == ["hello"]
+            (read,) = await entries(stage, "job.read")
+            assert (read["by"], read["job"], read["what"], "digest" in read) == ("ann", job, "log", False)
+            async with browser(stage) as pages:
+                assert (await pages.get(f"/jobs/{job}/logs")).status_code == 200
+            assert [one["by"] for one in await entries(stage, "job.read")] == ["ann", "operator"]
+            for agent in (a, b):
+                await agent.close()
 
     run(scenario())
 

@@ -50,6 +50,33 @@ def _rows_naming(config: ServeConfig, job: str) -> dict[str, int]:
     return found
 
 
+def test_what_is_deleted_is_not_in_the_files_any_more(serve_config: ServeConfig, job_file: Path) -> None:
+    """A canary in the settings of a job, and in a line of its log."""
+
+    def found(text: bytes) -> list[str]:
+        files = [file for file in serve_config.state_dir.glob("**/*") if file.is_file()]
+        return [file.name for file in files if text in file.read_bytes()]
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file, "r1", ("task.config.note=canary-config",))).job.id
+            await train(job, a, b)
+            a.send(_log(job, "canary-log " * 2000))
+            await finish(job, a, b)
+            for agent in (a, b):
+                await agent.told_to_stop(job)
+            assert found(b"canary-config")
+            assert found(b"canary-log")
+            await stage.client.delete(job)
+            assert not found(b"canary-config")
+            assert not found(b"canary-log")
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
 class Contract:
     """By every kind of database."""
 

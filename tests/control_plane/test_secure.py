@@ -113,3 +113,25 @@ def test_the_larger_minimum_of_two_jobs_counts(serve_config: ServeConfig, job_fi
                 await agent.close()
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [("noiseMultiplier: 20, clipNorm: 5", "exceeds what"), ("noiseMultiplier: 0.001, clipNorm: 0.001", "is lost in")],
+)
+def test_noise_that_masked_numbers_cannot_hold_is_declined_before_a_job_begins(
+    settings: str, text: str, serve_config: ServeConfig, job_file: Path
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            agents = [await stage.agent(name) for name in "abc"]
+            for agent in agents:
+                await agent.connect()
+            noise = f"privacy.differential={{level: region, delta: 1e-5, {settings}}}"
+            with pytest.raises(GeofedError, match=text) as told:
+                await stage.submit(job_file, "r1", (*FULL, *SECURE, noise))
+            assert told.value.code == "INADMISSIBLE"
+            for agent in agents:
+                await agent.close()
+
+    run(scenario())

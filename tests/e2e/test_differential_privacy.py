@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,10 @@ def test_the_owner_of_the_data_decides_also_while_a_job_runs(owned: Federation, 
         failed(ended, "FORBIDDEN", "with differential privacy only")
         first = running.wait_end(running.submit(*ROUNDS, *calm))
         assert first["state"] == "succeeded", first["error"]
+        told = {region["name"]: region["metrics"] for region in first["result"]["regions"]}
+        assert told.pop("oslo") == {}, "metrics have no noise"
+        assert len(told) == 2
+        assert all(told.values())
         ended = running.wait_end(running.submit(*ROUNDS, *calm))
         failed(ended, "PRIVACY_EXHAUSTED", "50 is spent or reserved, 60 allowed")
 
@@ -118,6 +123,13 @@ def test_the_owner_of_the_data_decides_also_while_a_job_runs(owned: Federation, 
         assert 2 <= spent[job] < ended["plan"]["rounds"]
         (account,) = shown["datasets"]
         assert account["budget"] == 51
+
+        federation.kill("oslo")
+        shutil.rmtree(state / "privacy")
+        (state / "privacy.jobs").unlink()
+        federation.start_agent("oslo")
+        federation.wait_connected(["oslo"])
+        failed(running.wait_end(running.submit(*ROUNDS, *calm)), "STATE_INVALID", "is lost")
         assert account["epsilon"] > 50
 
         set_budget(federation, 900)

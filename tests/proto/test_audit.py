@@ -24,6 +24,7 @@ from geofed_pb.security.audit import (
     header_line,
     public_key_of,
     verify,
+    witness_of,
 )
 
 KEY, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
@@ -37,7 +38,7 @@ def written(kinds: list[str], key: Ed25519PrivateKey = KEY) -> tuple[list[str], 
         before = hash_of(before, text)
         lines.append(entry_line(text, before))
         heads.append(Head.sign(key, seq, before, 1.0))
-    return [*lines, head_line(heads[-1])], heads
+    return [*lines, head_line(heads[-1], key, "f")], heads
 
 
 def test_a_log_is_verified_with_its_witnesses() -> None:
@@ -46,6 +47,17 @@ def test_a_log_is_verified_with_its_witnesses() -> None:
     assert (told.federation, told.head, told.kinds) == ("f", heads[3], {"a": 2, "b": 1})
     assert (told.witnessed, told.witnessed_seq) == (2, 2)
     assert verify(written([])[0]).head.seq == 0
+
+
+def test_the_federation_that_a_file_names_is_signed() -> None:
+    lines, heads = written(["a"])
+    with pytest.raises(AuditBroken, match="the federation that line 1 names is not signed"):
+        verify([header_line("g"), *lines[1:]], witnesses=heads)
+    with pytest.raises(AuditBroken, match="the federation that line 1 names is not signed"):
+        witness_of([header_line("g"), *lines[1:]], "")
+    for without in ({"head": json.loads(lines[-1])["head"]}, {**json.loads(lines[-1]), "file": "00"}):
+        with pytest.raises(AuditBroken, match="is not signed"):
+            verify([*lines[:-1], json.dumps(without)])
 
 
 CHANGES = ("drop", "repeat", "swap", "byte", "insert", "cut")
@@ -139,7 +151,7 @@ def told(facts: list[dict[str, Any]], key: Ed25519PrivateKey, region: str = "", 
         text = entry_text(seq, one)
         before = hash_of(before, text)
         lines.append(entry_line(text, before))
-    return [*lines, head_line(Head.sign(key, len(facts), before, 1.0, region))]
+    return [*lines, head_line(Head.sign(key, len(facts), before, 1.0, region), key, federation)]
 
 
 def head_of(lines: list[str]) -> dict[str, Any]:
@@ -177,7 +189,8 @@ def _edited(lines: list[str]) -> list[str]:
         (OWN, CONTROL[:1], "", "witness w: the file ends before the head"),
         (OWN, _edited(CONTROL), "", "witness w: line 2: entry 1 is not the one that was recorded"),
         (OWN, [*CONTROL, CONTROL[1]], "", "witness w: line 4: there is more after the head"),
-        (OWN, [CONTROL[0].replace('"f"', '"g"'), *CONTROL[1:]], "", "witness w: it is of federation g"),
+        (OWN, [CONTROL[0].replace('"f"', '"g"'), *CONTROL[1:]], "", "witness w: line 3: the federation that line 1"),
+        (OWN, told([], OTHER, federation="g"), "", "witness w: it is of federation g"),
         (OWN, told([], OTHER), "", "witness w: it has no head of the log of region a"),
         (OWN, [], "", "witness w: it has no head of the log of region a"),
         (OWN, OWN, "", "witness w: line 1: it is not the log of a control plane"),
@@ -214,7 +227,7 @@ def test_a_region_that_enrolled_anew_is_compared_with_the_heads_of_its_key() -> 
 def test_a_wrong_number_is_told() -> None:
     text = json.dumps({"seq": 7, "kind": "x"})
     hashed = hash_of(GENESIS, text)
-    lines = [header_line("f"), entry_line(text, hashed), head_line(Head.sign(KEY, 1, hashed, 1.0))]
+    lines = [header_line("f"), entry_line(text, hashed), head_line(Head.sign(KEY, 1, hashed, 1.0), KEY, "f")]
     with pytest.raises(AuditBroken, match="the entry has the number 7, not 1"):
         verify(lines)
 

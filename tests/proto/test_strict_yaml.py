@@ -71,6 +71,7 @@ def _mistakes(text: str) -> list[str]:
         ("name: &a [*a]\n", "f.yaml:1:7: an alias (`*name`) stands in the value that it repeats"),
         ("name: &a {<<: *a}\n", "f.yaml:1:7: an alias (`*name`) stands in the value that it repeats"),
         ("name: {<<: 3}\n", "f.yaml:1:12: `<<` must be a mapping or a list of mappings"),
+        ("name: a\ncolour:\n", "f.yaml:2:1: `colour` has no value: give one, or remove the key; `null` states that"),
         ("name: " + "[" * 200 + "]" * 200, "f.yaml:1:107: more than 100 levels"),
         ("name: " + "[" * 1500, "f.yaml:1:107: more than 100 levels"),
     ],
@@ -95,6 +96,20 @@ def test_of_thousands_of_mistakes_a_hundred_are_told_and_the_others_counted(monk
     (*told, last) = _mistakes("name: a\n" + "name: b\n" * 3000)
     assert (len(told), last) == (100, "and 2,900 more")
     assert 0 < compared.call_count <= 20 * 3
+
+
+def test_a_key_that_states_that_there_is_no_value_is_valid() -> None:
+    for text in ("colour: null", "colour: ~", "<<: {colour: null}"):
+        assert validate(_File, parse(f"name: a\n{text}\n", "f")).colour is None
+    # As the first key without a value, also where a mapping is merged or repeated.
+    assert _mistakes("name: a\n<<: {colour: }\n")[0].startswith("f.yaml:2:6: `colour` has no value")
+
+
+def test_keys_that_the_file_chooses_need_no_value() -> None:
+    class Free(_Closed):
+        config: dict[str, int | None]
+
+    assert validate(Free, parse("config: {a: , b: 1}\n", "f")).config == {"a": None, "b": 1}
 
 
 def test_aliases_and_merges_are_resolved() -> None:

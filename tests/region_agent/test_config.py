@@ -83,6 +83,33 @@ def test_a_minimum_count_holds_only_at_home(tmp_path: Path) -> None:
         _load(tmp_path, WHOLE.replace("  digits:\n", "  digits:\n    minimumCount: 1\n"))
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        *(("  digits:\n", f"  digits:\n    {key}:\n") for key in ("privacy", "minimumCount", "allow", "residency")),
+        *(("policy: {", f"policy: {{{key}: , ") for key in ("secureRegions", "allowUsers", "peerNetworks", "shipLogs")),
+        ("policy: {", "secrets: {key: {file: k, users: }}\npolicy: {"),
+    ],
+)
+def test_a_limit_without_a_value_is_not_taken_for_no_limit(tmp_path: Path, old: str, new: str) -> None:
+    with pytest.raises(GeofedError) as raised:
+        _load(tmp_path, WHOLE.replace(old, new))
+    assert raised.value.code == "CONFIG_INVALID"
+
+
+def test_data_with_a_budget_have_no_other_name(tmp_path: Path) -> None:
+    budget = "    privacy: {epsilon: 1, delta: 1.0e-5}\n"
+    again = "  same:\n    splits: {all: {uri: x/../data/test, samples: 2}}\nstores:"
+    text = WHOLE.replace("  digits:\n", f"  digits:\n{budget}")
+    _load(tmp_path, text)
+    _load(tmp_path, WHOLE.replace("stores:", again))
+    with pytest.raises(GeofedError, match=r"is no bound of .*data/test, which is also in datasets\.same") as told:
+        _load(tmp_path, text.replace("stores:", again))
+    assert told.value.code == "CONFIG_INVALID"
+    with pytest.raises(GeofedError, match="which is also in datasets"):
+        _load(tmp_path, text.replace("stores:", again.replace("  same:\n", f"  same:\n{budget}")))
+
+
 def test_shards_are_taken_where_functions_see_them(tmp_path: Path) -> None:
     assert _load(tmp_path, WHOLE).catalogue()["takes_shards"]
     for old, new in (

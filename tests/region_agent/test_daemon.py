@@ -59,6 +59,24 @@ class _Played:
         assert self.machine.state == "finished"
 
 
+def test_what_was_spent_is_not_known_after_a_restore(tmp_path: Path) -> None:
+    config = RegionConfig.model_validate(
+        {
+            "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+            "capacity": {"workers": 1}, "channel": {"path": str(tmp_path / "channel")},
+            "datasets": {"scans": {
+                "splits": {"train": {"uri": "/nowhere", "samples": 9}}, "privacy": {"epsilon": 1, "delta": 1e-5},
+            }},
+        }
+    )  # fmt: skip
+    Identity(tmp_path).store(JoinedFederation("east", "127.0.0.1:9", "test"), b"", b"", b"")
+    agent = Agent(config, tmp_path)
+    assert agent._privacy.spent("job") is None
+    agent.state_restored()
+    with pytest.raises(GeofedError, match="restored from a copy"):
+        agent._privacy.rate("job")
+
+
 def test_only_those_that_are_at_work_lose_preemptible_workers_the_latest_first(tmp_path: Path) -> None:
     config = RegionConfig.model_validate(
         {

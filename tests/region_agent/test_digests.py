@@ -64,6 +64,14 @@ def test_a_digest_with_a_key_tells_nothing_to_who_guesses_the_data(data: Path, t
     assert told.value.code == "STATE_INVALID"
 
 
+def test_nobody_else_on_the_machine_reads_a_plain_digest(data: Path, tmp_path: Path) -> None:
+    (tmp_path / INDEXES).mkdir(mode=0o755)  # as an older agent has left it
+    DataDigests(tmp_path).of(held(data), {})
+    kept = [tmp_path / INDEXES, *(tmp_path / INDEXES).iterdir()]
+    assert len(kept) > 1
+    assert not [path for path in kept if path.stat().st_mode & 0o077]
+
+
 def test_files_are_read_once_and_again_when_they_change(data: Path, tmp_path: Path) -> None:
     digests, dataset = DataDigests(tmp_path), held(data, digest="plain")
     before = digests.of(dataset, {})

@@ -18,8 +18,10 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, common_pb2
 from region_agent.cli import app
 from region_agent.config import RegionConfig
-from region_agent.partition.report import withhold, withhold_small_counts
+from region_agent.partition.report import withhold, withhold_metrics, withhold_small_counts
 from region_agent.privacy import LEDGER, PrivacyGuard, accounts_of, ships_logs
+from region_agent.state.audit_log import AUDIT_KEY, RegionAudit
+from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import read_invocation
 from sync.private import PrivacyLedger, Release, epsilon_of, standard_deviation
 from sync.ps.execution.releases import Releases
@@ -31,10 +33,11 @@ BUDGET = {"epsilon": 6.0, "delta": DELTA}
 
 def config(budget: dict[str, float] | None = BUDGET, **dataset: Any) -> RegionConfig:
     digits = {"splits": {"train": {"uri": "/nowhere", "samples": 1000}}, "privacy": budget, **dataset}
+    elsewhere = {"splits": {"train": {"uri": "/elsewhere", "samples": 1000}}}
     return RegionConfig.model_validate(
         {
             "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
-            "capacity": {"workers": 2}, "datasets": {"digits": digits, "open": {"splits": digits["splits"]}},
+            "capacity": {"workers": 2}, "datasets": {"digits": digits, "open": elsewhere},
         }
     )  # fmt: skip
 
@@ -341,6 +344,50 @@ def test_the_loss_of_the_ledger_with_its_folder_gives_no_new_budget(tmp_path: Pa
     assert "ledger.json is lost" in str(shown.exception)
 
 
+def test_the_audit_log_knows_what_a_ledger_without_a_trace_had(tmp_path: Path) -> None:
+    """The whole ledger is removed, with the file beside it; the agent starts again."""
+    guard = PrivacyGuard(config(), tmp_path)
+    guard.admit(start())
+    made = releases(guard, start())
+    made.released(np.zeros(2, np.float32), np.zeros(2, np.float32), 1)
+    made.stored(1)
+    log = RegionAudit(AgentStore(tmp_path / "agent.db"), tmp_path / AUDIT_KEY, "east", "1")
+    assert log.releases() == {}
+    log.note(agent_pb2.PartitionReport(job="job-1", epoch=1, state="finished", privacy=guard.spent("job-1")))
+    log.note(agent_pb2.PartitionReport(job="plain", epoch=1, state="finished"))
+    assert log.releases() == {"job-1": 1}
+    guard.require(log.releases())
+    guard.close("job-1")
+    assert guard.spent("job-1") is not None
+    shutil.rmtree(tmp_path / LEDGER)
+    (tmp_path / f"{LEDGER}.jobs").unlink()
+    again = PrivacyGuard(config(), tmp_path)
+    again.require(log.releases())
+    assert refusal(again, start("job-2")).code == "STATE_INVALID"
+
+
+def test_a_state_that_was_restored_from_a_copy_grants_nothing_until_the_owner_accepts_it(tmp_path: Path) -> None:
+    guard = PrivacyGuard(config(), tmp_path)
+    guard.admit(start())
+    guard.state_restored()
+    for asked in (guard, PrivacyGuard(config(), tmp_path)):
+        told = refusal(asked, start("job-2"))
+        assert told.code == "STATE_INVALID"
+        assert "restored from a copy" in told.message
+    guard.admit(start("job-3", dataset="open", noise=0.0))
+    guard.state_restored()
+    (tmp_path / f"{LEDGER}.restored").unlink()
+    PrivacyGuard(config(), tmp_path).admit(start("job-2", rounds=1))
+
+
+def test_a_region_without_budgets_and_releases_has_nothing_to_lose(tmp_path: Path) -> None:
+    guard = PrivacyGuard(config(None), tmp_path)
+    guard.state_restored()
+    guard.admit(start())
+    guard.state_restored()
+    assert refusal(guard, start("job-2")).code == "STATE_INVALID"
+
+
 def test_a_report_tells_no_loss_of_private_data() -> None:
     message = agent_pb2.PartitionReport(loss=0.5, round_loss=0.5)
     message.logged.values["train_accuracy"] = 0.9
@@ -405,6 +452,20 @@ def test_an_account_without_a_budget_is_at_the_smallest_delta(tmp_path: Path) ->
     (account,) = accounts_of(None, rows)
     assert (account.delta, account.budget) == (1e-7, None)
     assert account.epsilon == epsilon_of([(Release(2.0), 4)], 1e-7)
+
+
+def test_metrics_without_noise_stay() -> None:
+    message = agent_pb2.Evaluation(metrics={"loss": 0.5}, samples=90, round=3)
+    message.histograms["ward"].CopyFrom(common_pb2.Histogram(categories=["a"], counts=[30]))
+    withhold_metrics(message)
+    assert (dict(message.metrics), dict(message.histograms), message.samples, message.round) == ({}, {}, 0, 3)
+    assert "minimumCount" in message.error
+    failed = agent_pb2.Evaluation(error="metrics raised KeyError: 'patient 4711'")
+    withhold_metrics(failed)
+    assert "4711" not in failed.error
+    nothing = agent_pb2.Evaluation(round=2)
+    withhold_metrics(nothing)
+    assert nothing == agent_pb2.Evaluation(round=2), "no evaluation is due"
 
 
 def test_an_evaluation_tells_nothing_of_few_samples() -> None:

@@ -45,3 +45,11 @@ def test_an_agent_whose_disk_is_full_counts_as_running(tmp_path: Path) -> None:
         file.write(dataclasses.replace(_status(now), condition="room"))
         assert json.loads((state / "status.json").read_text())["condition"] == "room"
         store.close()
+
+
+def test_nobody_else_on_the_machine_reads_what_conditions_quote(tmp_path: Path) -> None:
+    store = AgentStore(tmp_path / "agent.db")
+    (tmp_path / ".status.json").touch(mode=0o644)
+    StatusFile(tmp_path, store).write(_status(1.0))
+    assert not (tmp_path / "status.json").stat().st_mode & 0o077
+    store.close()

@@ -36,6 +36,36 @@ def test_nobody_else_on_the_machine_can_read_it(path: Path) -> None:
     store.close()
 
 
+def test_what_is_deleted_is_not_in_the_file_any_more(path: Path) -> None:
+    store = AgentStore(path)
+    secret = b"patient 4711 "
+    store.took_start(1, "j", secret * 1000, "key")
+    store.add_report(secret)
+    store.clear_log()
+    assert secret in path.read_bytes(), "it would be found"
+    store.took_stop(2, "j", discard=True)
+    store.forget("j")
+    store.forget_reports(1)
+    store.clear_log()
+    assert not [file for file in path.parent.glob(f"{path.name}*") if secret in file.read_bytes()]
+    store.close()
+
+
+def test_a_log_that_another_process_reads_is_cleared_later(path: Path) -> None:
+    store = AgentStore(path)
+    store.took_start(1, "j", b"start", "key")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("begin")
+        other.execute("select * from partitions").fetchall()
+        store.took_start(2, "k", b"start", "key")
+        store.clear_log()
+        other.execute("rollback")
+    store.clear_log()
+    assert path.with_name("agent.db-wal").stat().st_size == 0
+    assert store.partition("k") is not None
+    store.close()
+
+
 def test_a_partition_is_there_after_a_restart(path: Path) -> None:
     store = AgentStore(path)
     store.took_start(1, "job-1", b"start", "key")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from control_plane.spec import JobSpec
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, PlannedPartition, Reason
-from sync.private import Release, epsilon_of, noise_for
+from sync.private import Release, check_masked_noise, epsilon_of, noise_for, standard_deviation
 
 __all__ = ["with_noise"]
 
@@ -45,6 +45,14 @@ def with_noise(spec: JobSpec, plan: Plan) -> Plan | Declined:
         "epsilon": epsilon,
     }
     settings |= {"measured": 1.0} if counts else {}
+    if spec.privacy.secure_aggregation and not (sampled or counts):
+        try:
+            for region, share in plan.shares.items():
+                fewest = spec.privacy.min_regions
+                std = standard_deviation(noise, settings["clip"], region, plan.shares, fewest)
+                check_masked_noise(settings["clip"], std, share)
+        except GeofedError as error:
+            return Declined((Reason("INADMISSIBLE", error.message, error.hint or ""),))
     return replace(plan, wan_settings={**plan.wan_settings, **settings})
 
 

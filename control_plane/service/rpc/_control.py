@@ -239,6 +239,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         while True:
             seen, ended = federation.logs_notifier.count, job not in federation.jobs
             rows = await federation.read(partial(Store.logs_after, job=job, cursor=cursor, region=region))
+            if rows:
+                await federation.note_read(entry, caller_now().user, "")
             for row in rows:
                 yield log_message(row)
                 cursor = row.cursor
@@ -427,7 +429,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         while page := await self._federation.read(partial(Store.audit_after, seq=last.seq if last else 0)):
             for last in page:
                 yield control_pb2.AuditLine(line=entry_line(last.text, last.hash))
-        yield control_pb2.AuditLine(line=head_line(self._federation.audit.head(last or AuditRow("", 0, GENESIS))))
+        log, last = self._federation.audit, last or AuditRow("", 0, GENESIS)
+        yield control_pb2.AuditLine(line=head_line(log.head(last), log.key, self._federation.name))
 
     @answering
     async def Attest(self, request: control_pb2.JobRequest, context: Context) -> control_pb2.AttestReply:

@@ -267,9 +267,10 @@ class Federation:
             self.logs_notifier.ring()
 
     async def note_read(self, entry: JobEntry, user: str, digest: str, region: str = "") -> None:
-        """Record in the audit log that a user is about to get a model, or the code, of a job; once in a minute.
+        """Record in the audit log that a user is about to get a model, the code, or lines of the log of a job; once in
+        a minute.
 
-        ``region``: whose own model it is.
+        ``digest``: of model or code; empty: it is the log. ``region``: whose own model it is.
         """
         at, read = self.clock(), (user, entry.row.id, digest)
         self._noted_reads = {one: then for one, then in self._noted_reads.items() if at - then < _READ_SECONDS}
@@ -277,7 +278,8 @@ class Federation:
             return
         async with self.change() as draft:
             draft.by = user or OPERATOR
-            draft.audit("job.read", job=entry.row.id, region=region, digest=digest)
+            what = {"digest": digest} if digest else {"what": "log"}
+            draft.audit("job.read", job=entry.row.id, region=region, **what)
         # Only now: what is not recorded is not read.
         self._noted_reads[read] = at
 

@@ -101,6 +101,7 @@ class Sweeper:
             surplus = partial(Store.remove_events_beyond, most=_MAX_JOB_EVENTS, job=job, limit=_ROWS_AT_ONCE)
             count = await self._remove_all(surplus)
             _log.warning("a job had more events than are kept; the oldest were removed", job=job, rows=count)
+        await self._federation.read(Store.clear_log)
 
     async def _delete_jobs(self, now: float) -> None:
         """Delete the jobs that the rule no longer keeps, as a user's command does."""
@@ -123,6 +124,7 @@ class Sweeper:
         reply, digests = await delete_job(self._federation, name, caller)
         if digests:
             await self.remove_unused(set(digests))
+        await self._federation.read(Store.clear_log)
         return reply
 
     async def _sweep_rows(self, table: str, now: float) -> int:

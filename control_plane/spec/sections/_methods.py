@@ -190,8 +190,10 @@ class Privacy(Section):
     policy that needs no more than the mean of the changes. Default: none."""
 
     @model_validator(mode="after")
-    def _is_used(self) -> Privacy:
-        if self.min_regions != FEWEST_REGIONS and not self.secure_aggregation:
+    def _is_used(self, info: ValidationInfo) -> Privacy:
+        # The normalised form, which is JSON, states all defaults.
+        given = "min_regions" in self.model_fields_set and info.mode == "python"
+        if (given or self.min_regions != FEWEST_REGIONS) and not self.secure_aggregation:
             raise ValueError("`minRegions` requires `secureAggregation: true`")
         return self
 

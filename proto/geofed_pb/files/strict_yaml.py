@@ -1,7 +1,8 @@
 """YAML files that people write, read strictly: every mistake is named with its line and column.
 
-One document of YAML 1.2. Tags, duplicate keys and unknown keys are errors. Aliases and merge keys (``<<``) are
-resolved, up to a bound; models of pydantic check the rest.
+One document of YAML 1.2. Tags, duplicate keys, unknown keys and keys without a value are errors: a limit whose value is
+missing must not be taken for no limit. Aliases and merge keys (``<<``) are resolved, up to a bound; models of pydantic
+check the rest.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ _MAX_SUGGESTIONS = 20
 _MAX_MISTAKES = 100
 """Mistakes of a file that are told; the others are counted."""
 
+_NO_VALUE = "give one, or remove the key; `null` states that there is none"
+_GONE = object()
+
 
 class InvalidYaml(ValueError):
     """A file is not valid; the text has a line for each mistake."""
@@ -64,6 +68,8 @@ class Document:
     """Position of the value at each path."""
     keys: dict[Path, Position] = field(default_factory=dict)
     """Position of the key at each path."""
+    empty: set[Path] = field(default_factory=set)
+    """Paths at which nothing is written, not even `null`."""
 
     def error(self, path: Path, text: str) -> str:
         """Return the line for a mistake in the value at a path, or in what is nearest above it."""
@@ -82,6 +88,7 @@ class Document:
         for positions in (self.values, self.keys):
             for path in [path for path in positions if path[: len(old)] == old]:
                 positions[(*new, *path[len(old) :])] = positions.pop(path)
+        self.empty = {(*new, *path[len(old) :]) if path[: len(old)] == old else path for path in self.empty}
 
     def _line(self, position: Position | None, text: str) -> str:
         return f"{self.source}:{position.line}:{position.column}: {text}" if position else f"{self.source}: {text}"
@@ -149,9 +156,41 @@ def validate(model: type[_Model], document: Document, origins: Mapping[Path, str
     if not isinstance(document.value, dict):
         raise InvalidYaml(document._line(Position(1, 1), "the file must be a mapping"))
     try:
-        return model.model_validate(document.value)
+        valid = model.model_validate(document.value)
     except ValidationError as error:
         raise InvalidYaml(explain(error, model, document, origins or {})) from None
+    if left := _without_value(model, document):
+        told = [document.error_at_key(path, f"`{_dotted(path)}` has no value: {_NO_VALUE}") for path in left]
+        raise InvalidYaml(_lines(told[:_MAX_MISTAKES], len(told)))
+    return valid
+
+
+def _without_value(model: type[BaseModel], document: Document) -> list[Path]:
+    """Return the keys of a model after which nothing is written, in the order of the file.
+
+    Keys that the file chooses itself, such as those of `task.config`, may be so.
+    """
+    found = []
+    for path in document.empty & document.keys.keys():
+        above = [each for schema in _at(model, path[:-1]) for each in _variants(schema)]
+        of_model = any(isinstance(each, type) and issubclass(each, BaseModel) for each in above)
+        if of_model and _value_at(document.value, path) is None:
+            found.append(path)
+    return sorted(found, key=document.keys.__getitem__)
+
+
+def _value_at(value: Any, path: Path) -> Any:
+    """Return what is at a path by now: defaults and overrides may have been filled in."""
+    for part in path:
+        there = part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value))
+        if not there:
+            return _GONE
+        value = value[part]
+    return value
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def explain(error: ValidationError, model: type[BaseModel], document: Document, origins: Mapping[Path, str]) -> str:
@@ -209,7 +248,7 @@ class _Reader:
             self._refuse(position, f"tags are not supported: {tag}")
             return None
         if isinstance(node, ScalarNode):
-            return self._scalar(node, kind, position)
+            return self._scalar(node, kind, position, path)
         self._open.add(id(node))
         try:
             if isinstance(node, MappingNode):
@@ -267,10 +306,12 @@ class _Reader:
             self._open.discard(id(node))
         self._document.values[path] = position
 
-    def _scalar(self, node: ScalarNode, kind: str, position: Position) -> Any:
+    def _scalar(self, node: ScalarNode, kind: str, position: Position, path: Path) -> Any:
         text = str(node.value)
         try:
             if kind == "null":
+                if not text:
+                    self._document.empty.add(path)
                 return None
             if kind == "bool":
                 return text.lower() == "true"
@@ -320,9 +361,9 @@ def _sentence(
         places: names and paths of all keys of the file.
         suggests: whether to say what may be meant.
     """
-    dotted = ".".join(map(str, path))
+    dotted = _dotted(path)
     if found["type"] == "extra_forbidden":
-        text = f"unknown key `{path[-1]}` in {'.'.join(map(str, path[:-1])) or 'the file'}"
+        text = f"unknown key `{path[-1]}` in {_dotted(path[:-1]) or 'the file'}"
         if not suggests:
             return text
         meant = _meant(str(path[-1]), keys_above, places)

@@ -217,7 +217,8 @@ def verify(
         if head is not None:
             raise AuditBroken(f"line {number}: there is more after the head")
         if "head" in line:
-            head = _checked_head(number, line["head"], seq, before)
+            head = _checked_head(number, line, seq, before)
+            _check_header(number, line, head, header["federation"])
             continue
         before, seq, facts = _next(number, line, before, seq)
         kinds[clean(str(facts["kind"]), NAME_BYTES)] += 1
@@ -275,7 +276,8 @@ def witness_of(lines: Iterable[str], region: str) -> Witness:
         elif log_head is not None:
             raise AuditBroken(f"line {number}: there is more after the head")
         elif "head" in line:
-            log_head = _checked_head(number, line["head"], seq, before)
+            log_head = _checked_head(number, line, seq, before)
+            _check_header(number, line, log_head, federation)
         else:
             before, seq, facts = _next(number, line, before, seq)
             if facts["kind"] != "region.head" or facts.get("region") != region:
@@ -353,8 +355,8 @@ def _parsed(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, value
 
 
-def _checked_head(number: int, value: Any, seq: int, hash_: str) -> Head:
-    head = _head_in(number, value)
+def _checked_head(number: int, line: Mapping[str, Any], seq: int, hash_: str) -> Head:
+    head = _head_in(number, line["head"])
     if (head.seq, head.hash) != (seq, hash_):
         raise AuditBroken(f"line {number}: the head is of entry {head.seq}, not of the last one, {seq}")
     return head
@@ -372,6 +374,21 @@ def _facts(number: int, text: str, seq: int) -> dict[str, Any]:
     return facts
 
 
-def head_line(head: Head) -> str:
-    """Return the last line of a file."""
-    return json.dumps({"head": asdict(head)})
+def _check_header(number: int, line: Mapping[str, Any], head: Head, federation: str) -> None:
+    """Raise ``AuditBroken`` unless the key of a file's head has signed whose log the file says that it is."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(head.public_key))
+        key.verify(bytes.fromhex(str(line.get("file", ""))), _file_text(head, federation))
+    except (ValueError, InvalidSignature):
+        raise AuditBroken(
+            f"line {number}: the federation that line 1 names is not signed with the head's key"
+        ) from None
+
+
+def _file_text(head: Head, federation: str) -> bytes:
+    return json.dumps([f"{_FORMAT} file", federation, head.region, head.seq, head.hash]).encode()
+
+
+def head_line(head: Head, key: Ed25519PrivateKey, federation: str) -> str:
+    """Return the last line of a file: the head, and a signature by its key of whose log the file says that it is."""
+    return json.dumps({"head": asdict(head), "file": key.sign(_file_text(head, federation)).hex()})

@@ -11,20 +11,11 @@ from pathlib import Path
 from geofed_pb.errors import GeofedError
 from sync.histograms import Histogram
 from sync.layout import Layout, Vector
-from sync.private import PrivacyLedger, gaussian_noise, noisy_update, standard_deviation
+from sync.private import PrivacyLedger, check_masked_noise, gaussian_noise, noisy_update, standard_deviation
 from sync.ps.core.actions import StoreMetrics
 from sync.wan import ExchangeSettings
 
 __all__ = ["CountReleases", "Releases"]
-
-_LARGEST_SUM = 32.0
-"""Range of the fixed-point numbers of secure aggregation (`sync.secure`), which the updates of all regions share."""
-_SMALLEST_NOISE = 1e-5
-"""Least standard deviation of a region's part of the noise there: 670 steps of the fixed-point numbers. The sum of so
-finely rounded Gaussian numbers differs from a rounded Gaussian number by less than can be noticed (Kairouz et al. 2021,
-arXiv 2102.06387, for the discrete Gaussian)."""
-_TAILS = 8.0
-"""Standard deviations that noise practically never exceeds."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +56,8 @@ class Releases:
         if settings.sampled:
             return cls(PrivacyLedger(folder), job, settings.clip, 0.0, steps)
         std = standard_deviation(settings.noise, settings.clip, region, shares, int(settings.secure))
-        if settings.secure and settings.clip + _TAILS * std > _LARGEST_SUM:
-            text = f"an update of norm {settings.clip:g} with noise of {std:.3g} exceeds what secure aggregation adds"
-            raise GeofedError("CONFIG_INVALID", text, hint="use a smaller privacy.differential.clipNorm, or less noise")
-        if settings.secure and std * shares[region] < _SMALLEST_NOISE:
-            text = f"noise of {std:.3g} is lost in the rounding of secure aggregation"
-            raise GeofedError("CONFIG_INVALID", text, hint="use a larger privacy.differential.clipNorm, or more noise")
+        if settings.secure:
+            check_masked_noise(settings.clip, std, shares[region])
         return cls(PrivacyLedger(folder), job, settings.clip, std, 1)
 
     def check(self, layout: Layout | None) -> None:

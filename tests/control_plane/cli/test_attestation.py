@@ -39,7 +39,7 @@ def _log(entries: tuple[dict[str, Any], ...], federation: str, region: str = "")
         before = hash_of(before, text)
         lines.append(entry_line(text, before))
     head = Head.sign(KEY, len(entries), before, 1.0, region)
-    return "\n".join([*lines, head_line(head)]), head
+    return "\n".join([*lines, head_line(head, KEY, federation)]), head
 
 
 def _files(

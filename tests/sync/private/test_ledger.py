@@ -133,6 +133,38 @@ def test_a_ledger_without_its_last_job_is_refused(ledger: PrivacyLedger, tmp_pat
     assert told.value.code == "STATE_INVALID"
 
 
+def test_a_ledger_from_before_the_end_of_a_job_is_refused(ledger: PrivacyLedger, tmp_path: Path) -> None:
+    """A copy with all jobs, in which the last one has spent less."""
+    ledger.spend("job-1", 1, 1)
+    copy = (tmp_path / "ledger" / "ledger.json").read_bytes()
+    ledger.spend("job-1", 2, 1)
+    ledger.close("job-1")
+    (tmp_path / "ledger" / "ledger.json").write_bytes(copy)
+    with pytest.raises(GeofedError, match="it has 1 of 2 releases") as told:
+        ledger.rows()
+    assert told.value.code == "STATE_INVALID"
+
+
+def test_a_ledger_is_refused_until_it_has_what_others_have_recorded(ledger: PrivacyLedger, tmp_path: Path) -> None:
+    ledger.require(0, 0)
+    ledger.require(1, 1)
+    with pytest.raises(GeofedError, match="it has 0 of 1 releases"):
+        ledger.rows()
+    shutil.rmtree(tmp_path / "ledger")
+    (tmp_path / "ledger.jobs").unlink()
+    ledger.require(1, 1)
+    with pytest.raises(GeofedError, match="is lost"):
+        ledger.change(lambda rows: [row("job-2")])
+
+
+def test_the_file_beside_the_ledger_may_be_of_an_earlier_version(ledger: PrivacyLedger, tmp_path: Path) -> None:
+    (tmp_path / "ledger.jobs").write_text("1")
+    assert len(ledger.rows()) == 1
+    (tmp_path / "ledger.jobs").write_text("2")
+    with pytest.raises(GeofedError, match="it has 1 of 2 jobs"):
+        ledger.rows()
+
+
 def spending(folder: Path, job: str, until: int) -> subprocess.Popen[str]:
     """A process that spends a release for each round, and tells each round when that is done."""
     code = f"""

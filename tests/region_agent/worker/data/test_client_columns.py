@@ -35,6 +35,9 @@ def _files(folder: Path) -> list[ShardFile]:
 
 def _index(tmp_path: Path, spec: dict[str, Any]) -> BlockIndex:
     made = Indexes(tmp_path / "kept").of(check_format(FormatSpec.model_validate(spec)), _files(tmp_path / "in"))
+    # It has the clients' names.
+    kept = [tmp_path / "kept", *(tmp_path / "kept").iterdir()]
+    assert not [path for path in kept if path.stat().st_mode & 0o077]
     return BlockIndex.from_bytes(made.to_bytes())
 
 
