@@ -11,6 +11,7 @@ import numpy as np
 
 from scheduler._course import Exchanges, JobTimeline, Occasion, Staffs, course, standing_seconds, step_seconds
 from scheduler._link import (
+    BACKGROUND_END_BYTES_PER_SECOND,
     HANDLED_BYTES_PER_SECOND,
     ROUND_END_BYTES_PER_SECOND,
     LinkTable,
@@ -115,7 +116,7 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Plan
         occasion,
         np.array([[float(plan.rounds)]]),
         np.array([[[float(part.steps_per_round) for part in plan.partitions]]]),
-        _exchanges(plan, topology, model_bytes, stands_beyond(snapshot, background=plan.background)),
+        _exchanges(plan, topology, model_bytes, stands_beyond(snapshot, model_bytes, background=plan.background)),
     )
     link_bytes = _link_bytes(topology, plan.rounds)
     sent_bytes = float(sum(link_bytes.values()))
@@ -148,9 +149,13 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Plan
     )
 
 
-def stands_beyond(snapshot: Snapshot, *, background: bool) -> float:
-    """Return the seconds of a round for which workers stand still beyond what the cost model has, as a run has told."""
-    return (snapshot.background_end_seconds if background else snapshot.round_end_seconds) or 0.0
+def stands_beyond(snapshot: Snapshot, model_bytes: int, *, background: bool) -> float:
+    """Return the seconds of a round for which workers stand still beyond what the cost model has, as a run has told;
+    without one, in the background, for as long as models of that size take."""
+    told = snapshot.background_end_seconds if background else snapshot.round_end_seconds
+    if told is None and background:
+        return model_bytes / BACKGROUND_END_BYTES_PER_SECOND
+    return told or 0.0
 
 
 def stood_still_seconds(plan: Plan, table: LinkTable, model_bytes: int) -> float:

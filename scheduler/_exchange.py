@@ -104,7 +104,7 @@ def ways_of(
         background=np.array([way.background for way in each]),
         contact=np.array([contact for _, contact in found]),
         links=np.array([way.topology.seconds for way in each]),
-        beyond=np.array([stands_beyond(snapshot, background=way.background) for way in each]),
+        beyond=np.array([stands_beyond(snapshot, model_bytes, background=way.background) for way in each]),
     )
     coding = np.array([coding_points(way.codec) for way in each])
     return Ways(each, figures, coding, np.array([codec_named(way.codec).lossy for way in each]), impossible, links)
