@@ -33,9 +33,9 @@ def plain_links(wan: Emulator) -> Iterator[None]:
     wan.set_link("a", "b", both=True, rate_mbps=None, delay_ms=10, jitter_ms=0, loss=0)
 
 
-def median_rtt(emulator: Emulator, pair: tuple[str, str] = AB) -> float:
-    rtts = sorted(ping(emulator, pair, count=11, interval_s=0.01)["rtts_ms"])
-    return float(rtts[len(rtts) // 2])
+def undisturbed_rtt(emulator: Emulator, pair: tuple[str, str] = AB) -> float:
+    """The second shortest of some: busy cores delay packets, and never hasten them."""
+    return float(sorted(ping(emulator, pair, count=11, interval_s=0.01)["rtts_ms"])[1])
 
 
 def test_sites_and_backend(wan: Emulator) -> None:
@@ -52,8 +52,8 @@ def test_every_site_has_loopback_and_its_own_address(wan: Emulator) -> None:
 
 
 def test_round_trip_and_unshaped_control_links(wan: Emulator) -> None:
-    assert median_rtt(wan) == pytest.approx(20, abs=2)
-    assert median_rtt(wan, (CONTROL, "a")) < 2
+    assert undisturbed_rtt(wan) == pytest.approx(20, abs=2)
+    assert undisturbed_rtt(wan, (CONTROL, "a")) < 2
 
 
 def test_tcp_connects_in_one_true_round_trip(wan: Emulator) -> None:
@@ -97,9 +97,9 @@ def test_meters_count_every_byte_of_a_direction(wan: Emulator) -> None:
 
 def test_set_reaches_the_live_link(wan: Emulator) -> None:
     wan.set_link("a", "b", both=True, delay_ms=30)
-    assert median_rtt(wan) == pytest.approx(60, abs=2)
+    assert undisturbed_rtt(wan) == pytest.approx(60, abs=2)
     wan.set_link("a", "b", both=True, delay_ms=0)
-    assert median_rtt(wan) < 2
+    assert undisturbed_rtt(wan) < 2
     row = next(row for row in wan.status()["links"] if (row["src"], row["dst"]) == AB)
     assert row["delay_ms"] == 0
 
@@ -108,18 +108,18 @@ def test_total_loss_and_back(wan: Emulator) -> None:
     wan.set_link("a", "b", loss=1)
     assert ping(wan, AB, count=3, interval_s=0.001)["rtts_ms"] == []
     wan.set_link("a", "b", loss=0)
-    assert median_rtt(wan) == pytest.approx(20, abs=2)
+    assert undisturbed_rtt(wan) == pytest.approx(20, abs=2)
 
 
 def test_partition_is_silent_and_heals(wan: Emulator) -> None:
     wan.partition("a", "b")
     assert ping(wan, AB, count=2, interval_s=0.001)["rtts_ms"] == []
-    assert median_rtt(wan, (CONTROL, "a")) < 2
+    assert undisturbed_rtt(wan, (CONTROL, "a")) < 2
     wan.partition("a")
     assert ping(wan, (CONTROL, "a"), count=2, interval_s=0.001)["rtts_ms"] == []
     assert sum(row["cut"] for row in wan.status()["links"]) == 4
     wan.heal()
-    assert median_rtt(wan) == pytest.approx(20, abs=2)
+    assert undisturbed_rtt(wan) == pytest.approx(20, abs=2)
 
 
 def test_one_direction_can_be_cut(wan: Emulator) -> None:
@@ -168,11 +168,11 @@ def test_two_emulators_live_side_by_side(two_regions: Build, tmp_path: Path) -> 
         Emulator(two_regions(EmulatedLink(delay_ms=5)), state_dir=tmp_path / "1") as one,
         Emulator(two_regions(EmulatedLink(delay_ms=20)), state_dir=tmp_path / "2") as two,
     ):
-        assert median_rtt(one) == pytest.approx(10, abs=2)
-        assert median_rtt(two) == pytest.approx(40, abs=2)
+        assert undisturbed_rtt(one) == pytest.approx(10, abs=2)
+        assert undisturbed_rtt(two) == pytest.approx(40, abs=2)
         with pytest.raises(GeofedError, match="ILLEGAL_STATE"):
             Emulator(two_regions(EmulatedLink()), state_dir=tmp_path / "1").start()
-        assert median_rtt(one) == pytest.approx(10, abs=2)
+        assert undisturbed_rtt(one) == pytest.approx(10, abs=2)
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -220,7 +220,7 @@ def test_a_stopped_relay_cuts_and_never_unshapes(wan: Emulator) -> None:
         assert ping(wan, AB, count=2, interval_s=0.001)["rtts_ms"] == []
     finally:
         os.kill(relay["pid"], signal.SIGCONT)
-    assert median_rtt(wan) == pytest.approx(20, abs=2)
+    assert undisturbed_rtt(wan) == pytest.approx(20, abs=2)
 
 
 @pytest.mark.usefixtures("no_leaks")
