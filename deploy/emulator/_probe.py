@@ -31,24 +31,24 @@ def ping(address: str, count: int, interval_s: float) -> dict[str, object]:
     sent: dict[int, float] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as raw:
         ident = os.getpid() & 0xFFFF
-        begin = time.perf_counter()
-        last = begin + (count - 1) * interval_s
+        begin = last = time.perf_counter()
         number = 0
-        while True:
+        while len(rtts) < count:
             now = time.perf_counter()
             due = begin + number * interval_s
             if number < count and now >= due:
-                sent[number] = time.perf_counter()
+                sent[number] = last = time.perf_counter()
                 raw.sendto(_echo_request(ident, number), (address, 0))
                 number += 1
                 continue
             limit = due if number < count else last + 1 + 2 * max(rtts, default=0) / 1000
-            if now >= limit or len(rtts) == count:
-                break
             raw.settimeout(max(1e-6, limit - now))
             try:
                 packet = raw.recv(2048)
             except TimeoutError:
+                # On busy cores answers wait here though their time is over.
+                if number == count and now >= limit:
+                    break
                 continue
             kind, _, _, got, sequence = struct.unpack_from("!BBHHH", packet, (packet[0] & 15) * 4)
             if kind == 0 and got == ident and sequence in sent:
