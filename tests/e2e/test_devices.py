@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.failures import told
 from support.running import PRICES, Federation, Running, check_succeeded, digits_sites
+from support.stand_in import in_place_of_devices
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -16,32 +17,8 @@ DEVICES = {
     "capacity": {"workers": 1, "memoryMb": 1024, "devices": {"kind": "test device", "count": 1, "memoryMb": 2048}},
     "prices": {**PRICES, "deviceUsdPerSecond": USD},
 }
-STAND_IN = """
-import importlib.util
-import sys
-
-
-class _Finder:
-    # Workers compute on the CPU as if it were the device that the region states.
-
-    def find_spec(self, name, path, target=None):
-        if name != "region_agent.worker.ranks.devices":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            module._check_billed = lambda billed, seen: None
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, _Finder())
-"""
-"""`sitecustomize` of the processes from which workers are forked."""
+# Workers compute on the CPU as if it were the device that the region states.
+STAND_IN = in_place_of_devices("module._check_billed = lambda billed, seen: None")
 
 
 @pytest.fixture

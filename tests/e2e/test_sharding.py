@@ -10,35 +10,12 @@ import safetensors.torch
 import torch
 from support.failures import told
 from support.running import Federation, Running, check_succeeded, digits_sites
+from support.stand_in import in_place_of_devices
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-STAND_IN = """
-import importlib.util
-import sys
-
-
-class _Finder:
-    # A worker's GPUs are processes on the CPU.
-
-    def find_spec(self, name, path, target=None):
-        if name != "region_agent.worker.ranks.devices":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            module.devices_seen = lambda gpus, *_, **__: (module.torch.device("cpu"),) * gpus
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, _Finder())
-"""
-"""`sitecustomize` of the processes from which workers are forked."""
+# A worker's GPUs are processes on the CPU.
+STAND_IN = in_place_of_devices('module.devices_seen = lambda gpus, *_, **__: (module.torch.device("cpu"),) * gpus')
 ONE = ("train.workers=1", "train.end.epochs=1", "regions.use=[bergen]")
 
 
