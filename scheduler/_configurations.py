@@ -6,28 +6,33 @@ Only those are kept that no other with as many workers beats in time, in money w
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import groupby
-from typing import TYPE_CHECKING
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from scheduler._estimate import worker_speed
+from scheduler._course import Floats, Staffs, whole_model_step_seconds
+from scheduler._estimate import figures_of, overheads_of_whole_models, prices_of, worker_speed
 from scheduler._model import Demand, PlannedPartition, Region, Snapshot
 from scheduler._moves import train_clients, train_samples
 from scheduler._pipelined import Staged, staged
 from scheduler._published import METHODS
+from scheduler.search import Ints
 from scheduler.tuning._profile import MEMORIES_MB, worker_counts
 from sync.channel import channel_kinds
 from sync.collective import DEFAULT, collective_named, collectives
 from sync.policy import clients_of_round
 
 if TYPE_CHECKING:
-    from scheduler.tuning import MergePoint, Step, TaskProfile
+    from scheduler.tuning import MergePoint, Step, Steps, TaskProfile
 
-__all__ = ["ConfiguredPartition", "configurations", "holds_batch", "merging_of", "needed_mb", "unmeasured_mb"]
+__all__ = [
+    "ConfiguredPartition", "RegionConfigurations", "configurations", "holds_batch", "merging_of", "needed_mb",
+    "unmeasured_mb",
+]  # fmt: skip
 
 DEFAULT_MEMORY_MB = 1024
 """Memory of one worker in MiB where the job file says `auto` and the region's capacity allows it: torch with a small
@@ -39,6 +44,8 @@ _MORE_VECTORS = 6
 optimiser for each parameter, as Adam has, the merge's and the snapshot's, and what a step needs for a while. Measured
 with Adam and 40 million parameters, above PyTorch alone: 26 bytes a parameter after two steps and a snapshot, 30 with a
 gradient vector for a merge; 38 in a step made while all vectors of the exchange before it are kept."""
+_MOST_CHUNKS = 1 << 32
+"""More than any number of chunks of a merge, so that a collective and its K make one number."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,114 @@ class ConfiguredPartition:
     """Collective, and K where it takes one (else 0); None: nothing merges, or no measurements say how."""
 
 
-def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> tuple[ConfiguredPartition, ...]:
+class RegionConfigurations(Sequence[ConfiguredPartition]):
+    """The configurations of one region; arrays have one figure of each, in their order."""
+
+    workers: Ints
+    memory_mb: Ints
+    merges: Ints
+    """A number for each way to merge, the same in all regions."""
+
+    @property
+    @abstractmethod
+    def figures(self) -> Floats:
+        """`Staffs.figures` of each; shape (figures, configurations)."""
+
+    @abstractmethod
+    def fastest_merging(self, at: int) -> ConfiguredPartition:
+        """Return the one that merges fastest of those with the same workers and memory as the one at a place."""
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    @overload
+    def __getitem__(self, at: int) -> ConfiguredPartition: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[ConfiguredPartition]: ...
+    def __getitem__(self, at: int | slice) -> ConfiguredPartition | Sequence[ConfiguredPartition]:
+        return [self._one(n) for n in range(len(self))[at]] if isinstance(at, slice) else self._one(at)
+
+    @abstractmethod
+    def _one(self, at: int) -> ConfiguredPartition:
+        """Return the one at a place."""
+
+    def _alike(self, at: int) -> list[int]:
+        same = (self.workers == self.workers[at]) & (self.memory_mb == self.memory_mb[at])
+        return [int(place) for place in np.flatnonzero(same)]
+
+
+class _Listed(RegionConfigurations):
+    """A few configurations, as objects."""
+
+    def __init__(self, each: Sequence[ConfiguredPartition], region: Region, snapshot: Snapshot) -> None:
+        self._each, self._region, self._snapshot = each, region, snapshot
+        self.workers = np.array([one.part.workers for one in each], np.int64)
+        self.memory_mb = np.array([one.part.memory_mb for one in each], np.int64)
+        known = collectives()
+        self.merges = np.array(
+            [
+                -1 if one.merging is None else known.index(one.merging[0]) * _MOST_CHUNKS + one.merging[1]
+                for one in each
+            ],
+            np.int64,
+        )
+
+    @cached_property
+    def figures(self) -> Floats:
+        return np.array(figures_of([one.part for one in self._each], self._region, self._snapshot)).T
+
+    def fastest_merging(self, at: int) -> ConfiguredPartition:
+        return min((self._each[n] for n in self._alike(at)), key=lambda one: one.part.merge_seconds or 0.0)
+
+    def _one(self, at: int) -> ConfiguredPartition:
+        return self._each[at]
+
+
+class _Measured(RegionConfigurations):
+    """Configurations whose steps a profile has measured: a region may have hundreds, of which a plan takes one."""
+
+    def __init__(self, steps: Steps, region: Region, samples: int, snapshot: Snapshot, demand: Demand) -> None:
+        self._steps, self._region, self._snapshot = steps, region, snapshot
+        self._samples, self._demand = samples, demand
+        self.workers, self._devices = steps.workers, region.worker_devices(demand.gpus)
+        sizes, at = np.unique(steps.memory_mb, return_inverse=True)
+        given = [region.capacity.function_mb(mb) for mb in sizes.tolist()]
+        self.memory_mb, self._given, self._size = np.array(given, np.int64)[at], given, at
+        known = [collective_named(name).takes_k for name in collectives()]
+        chunks = np.where(np.array(known)[steps.collective], steps.chunks, 0)
+        self.merges = np.where(steps.workers > 1, steps.collective * _MOST_CHUNKS + chunks, -1)
+
+    @cached_property
+    def figures(self) -> Floats:
+        steps, batch, prices = self._steps, self._demand.batch, prices_of(self._region)
+        workers = steps.workers.astype(float)
+        seconds = whole_model_step_seconds(
+            workers, batch, self._largest_shares, batch / steps.compute_seconds, steps.merge_seconds
+        )
+        usd = np.array([prices.worker_usd_per_second(mb, self._devices) for mb in self._given])[self._size]
+        besides = overheads_of_whole_models(self._region, self._snapshot)
+        told = Staffs.told(workers, workers * batch, seconds, usd, steps.merge_usd, prices, besides)
+        found = np.empty((len(told), len(self)))
+        for row, figure in enumerate(told):
+            found[row] = figure
+        return found
+
+    @cached_property
+    def _largest_shares(self) -> Floats:
+        if self._demand.merging.get("ratio", 1.0) == 1.0:
+            return np.ones(len(self))
+        pairs = zip(self.workers.tolist(), self._steps.chunks.tolist(), strict=True)
+        return np.array([_largest_share(workers, chunks, self._demand) for workers, chunks in pairs])
+
+    def fastest_merging(self, at: int) -> ConfiguredPartition:
+        same = self._alike(at)
+        return self._one(same[int(self._steps.merge_seconds[same].argmin())])
+
+    def _one(self, at: int) -> ConfiguredPartition:
+        return _measured_one(self._steps.one(at), self._region, self._samples, self._demand)
+
+
+def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> RegionConfigurations:
     """Return the configurations of a region, those with the fewest workers first; never none.
 
     What a published rule chooses for the region alone is before all others. A number of workers that the demand states
@@ -63,21 +177,27 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> tuple[
     if cut is not None:
         most = min(free // cut.stages, cut.most_replicas, max(1, samples // demand.batch))
         counts = worker_counts(most) if stated is None else (min(stated // cut.stages, cut.most_replicas),)
-        return tuple(ConfiguredPartition(_in_stages(region, samples, cut, count, demand)) for count in counts)
+        cuts = [ConfiguredPartition(_in_stages(region, samples, cut, count, demand)) for count in counts]
+        return _Listed(cuts, region, snapshot)
     rounds = _client_rounds(region, samples, demand)
     most = rounds.clients if rounds else samples // demand.batch
     counts = worker_counts(max(1, min(free, most)))
     if stated is not None:
         counts = (min(stated, rounds.clients) if rounds else stated,)
     known = _profiled(region, snapshot, demand)
-    measured = _measured(region, known, counts, snapshot, demand) if known is not None else {}
+    measured = _measured(region, known, counts, snapshot, demand) if known is not None else None
     found: list[ConfiguredPartition] = []
     if known is not None and demand.method is not None and METHODS[demand.method].by_region:
-        workers, step = _alone(known, region, counts, snapshot, demand)
-        found += _of_count(region, samples, workers, [step], snapshot, demand)
+        found.append(_measured_one(_alone(known, region, counts, snapshot, demand), region, samples, demand))
+    elif measured is not None and rounds is None and np.isin(counts, measured.workers).all():
+        return _Measured(measured, region, samples, snapshot, demand)
     for count in counts:
-        found += _of_count(region, samples, count, measured.get(count, ()), snapshot, demand)
-    return tuple(found) if rounds is None else tuple(_in_rounds(one, rounds) for one in found)
+        places = [] if measured is None else np.flatnonzero(measured.workers == count).tolist()
+        if measured is not None and places:
+            found += [_measured_one(measured.one(at), region, samples, demand) for at in places]
+        else:
+            found.append(_unmeasured_one(region, samples, count, snapshot, demand))
+    return _Listed(found if rounds is None else [_in_rounds(one, rounds) for one in found], region, snapshot)
 
 
 @dataclass(frozen=True)
@@ -126,32 +246,28 @@ def _profiled(region: Region, snapshot: Snapshot, demand: Demand) -> TaskProfile
     return profile if wanted is None or collective_named(wanted).predictable else None
 
 
-def _of_count(
-    region: Region, samples: int, count: int, measured: Sequence[Step], snapshot: Snapshot, demand: Demand
-) -> list[ConfiguredPartition]:
-    """Return the configurations with one number of workers."""
-    if not measured:
-        memory_mb = unmeasured_mb(region, snapshot, demand)
-        speed, merge = worker_speed(region, snapshot), _ran_merge(region, count, snapshot, demand)
-        part = PlannedPartition(
-            region.name, samples, count, demand.batch, memory_mb, 1, speed, merge_seconds=merge,
-            largest_share=_largest_share(count, int(demand.merging.get("k", 0)), demand),
-            devices=region.worker_devices(demand.gpus),
-        )  # fmt: skip
-        return [ConfiguredPartition(part)]
-    devices = region.worker_devices(demand.gpus)
-    return [
-        ConfiguredPartition(
-            PlannedPartition(
-                region.name, samples, count, demand.batch, region.capacity.function_mb(one.memory_mb), 1,
-                demand.batch / one.compute_seconds,
-                merge_seconds=one.merge_seconds, merge_usd=one.merge_usd,
-                largest_share=_largest_share(count, one.chunks, demand), devices=devices,
-            ),
-            _way(one) if count > 1 else None,
-        )
-        for one in measured
-    ]  # fmt: skip
+def _unmeasured_one(
+    region: Region, samples: int, count: int, snapshot: Snapshot, demand: Demand
+) -> ConfiguredPartition:
+    """Return the configuration with a number of workers of which no profile tells."""
+    memory_mb = unmeasured_mb(region, snapshot, demand)
+    speed, merge = worker_speed(region, snapshot), _ran_merge(region, count, snapshot, demand)
+    part = PlannedPartition(
+        region.name, samples, count, demand.batch, memory_mb, 1, speed, merge_seconds=merge,
+        largest_share=_largest_share(count, int(demand.merging.get("k", 0)), demand),
+        devices=region.worker_devices(demand.gpus),
+    )  # fmt: skip
+    return ConfiguredPartition(part)
+
+
+def _measured_one(one: Step, region: Region, samples: int, demand: Demand) -> ConfiguredPartition:
+    """Return the configuration whose step is known."""
+    part = PlannedPartition(
+        region.name, samples, one.workers, demand.batch, region.capacity.function_mb(one.memory_mb), 1,
+        demand.batch / one.compute_seconds, merge_seconds=one.merge_seconds, merge_usd=one.merge_usd,
+        largest_share=_largest_share(one.workers, one.chunks, demand), devices=region.worker_devices(demand.gpus),
+    )  # fmt: skip
+    return ConfiguredPartition(part, _way(one) if one.workers > 1 else None)
 
 
 def _way(one: Step) -> tuple[str, int]:
@@ -186,7 +302,7 @@ def _ran_merge(region: Region, workers: int, snapshot: Snapshot, demand: Demand)
 def holds_batch(region: Region, snapshot: Snapshot, demand: Demand) -> bool:
     """Return whether a function of a region has memory for a step, as far as a profile tells that."""
     known = _profiled(region, snapshot, demand)
-    return known is None or bool(_measured(region, known, (1,), snapshot, demand))
+    return known is None or bool(len(_measured(region, known, (1,), snapshot, demand).workers))
 
 
 def needed_mb(snapshot: Snapshot, demand: Demand) -> float:
@@ -227,7 +343,7 @@ def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand:
 
 def _measured(
     region: Region, profile: TaskProfile, counts: tuple[int, ...], snapshot: Snapshot, demand: Demand
-) -> dict[int, tuple[Step, ...]]:
+) -> Steps:
     wanted = demand.collective
     if wanted is None and region.channel in channel_kinds(lambda kind: kind.in_memory):
         # There the region's parameter server merges, where the plan leaves it open.
@@ -240,9 +356,7 @@ def _measured(
     )  # fmt: skip
 
 
-def _alone(
-    profile: TaskProfile, region: Region, counts: tuple[int, ...], snapshot: Snapshot, demand: Demand
-) -> tuple[int, Step]:
+def _alone(profile: TaskProfile, region: Region, counts: tuple[int, ...], snapshot: Snapshot, demand: Demand) -> Step:
     """Return the workers, and their step, that FasDL's search chooses for one region: within the deadline if it can."""
     from scheduler.tuning import PlatformCosts, Step, TuningLimits, fasdl_heuristic, space_of, task_of
 
@@ -269,10 +383,10 @@ def _alone(
     ]
     if not found:
         memory_mb = demand.memory_mb or region.capacity.memory_mb
-        return counts[-1], Step(counts[-1], memory_mb, DEFAULT, 0, profile.step_seconds, 0.0, 0.0)
+        return Step(counts[-1], memory_mb, DEFAULT, 0, profile.step_seconds, 0.0, 0.0)
     best, way = found[0], found[0].configuration
     requests = best.requests_usd / best.iterations
-    return way.workers, Step(
+    return Step(
         way.workers, way.memory_mb, way.collective, way.chunks, best.compute_seconds, best.merge_seconds, requests
     )
 
@@ -289,8 +403,8 @@ def _steps(
     staleness: int,
     samples_per_second: float | None,
     merges: tuple[MergePoint, ...],
-) -> dict[int, tuple[Step, ...]]:
-    """Return the steps that nothing beats, by number of workers; cached, since jobs that wait are replanned often."""
+) -> Steps:
+    """Return the steps that nothing beats; cached, since jobs that wait are replanned often."""
     from scheduler.tuning import PlatformCosts, space_of, step_front, task_of
 
     task = task_of(
@@ -301,4 +415,4 @@ def _steps(
         profile, workers=counts, most_memory_mb=most_memory_mb, batch=batch, collective=collective, chunks=chunks,
         memory_mb=memory_mb,
     )  # fmt: skip
-    return {count: tuple(steps) for count, steps in groupby(step_front(task, space), key=lambda one: one.workers)}
+    return step_front(task, space)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +19,12 @@ from scheduler._overheads import Overheads
 
 __all__ = [
     "Bools", "Exchanges", "Floats", "JobTimeline", "Occasion", "Staffs", "course", "slice_ends", "standing_seconds",
-    "step_seconds",
+    "step_seconds", "whole_model_step_seconds",
 ]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+Figure = TypeVar("Figure", float, Floats)
 
 MERGE_SECONDS = 0.004
 """Seconds that the workers of a partition take to merge one step, for a small model on one machine."""
@@ -37,7 +39,14 @@ def step_seconds(part: PlannedPartition) -> float:
     if part.pipeline is not None:
         return part.pipeline.step_seconds
     usual = MERGE_SECONDS if part.merge_seconds is None else part.merge_seconds
-    return part.batch * part.largest_share / part.samples_per_second + (usual if part.workers > 1 else 0.0)
+    return whole_model_step_seconds(part.workers, part.batch, part.largest_share, part.samples_per_second, usual)
+
+
+def whole_model_step_seconds(
+    workers: Figure, batch: float, largest_share: Figure, samples_per_second: Figure, merge_seconds: Figure
+) -> Figure:
+    """Return the same for workers that hold the whole model, of one configuration or of many."""
+    return batch * largest_share / samples_per_second + merge_seconds * (workers > 1)
 
 
 @dataclass(frozen=True)
@@ -67,13 +76,29 @@ class Staffs:
     @staticmethod
     def figures(part: PlannedPartition, prices: Prices, besides: Overheads) -> tuple[float, ...]:
         """Return one region's figures in the order of the fields."""
+        worker_usd = prices.worker_usd_per_second(part.memory_mb, part.devices)
+        return Staffs.told(
+            part.workers, part.step_samples, step_seconds(part), worker_usd, part.merge_usd, prices, besides
+        )
+
+    @staticmethod
+    def told(
+        workers: Figure,
+        step_samples: Figure,
+        step_seconds: Figure,
+        worker_usd: Figure,
+        merge_usd: Figure,
+        prices: Prices,
+        besides: Overheads,
+    ) -> tuple[Figure | float, ...]:
+        """Return the figures of one configuration of a region or of many. ``worker_usd``: per second of one worker."""
         return (
-            part.step_samples,
-            step_seconds(part),
-            part.workers * prices.worker_usd_per_second(part.memory_mb, part.devices),
+            step_samples,
+            step_seconds,
+            workers * worker_usd,
             prices.server_usd_per_hour / _SECONDS_PER_HOUR,
-            part.workers * prices.function_usd_per_request,
-            part.merge_usd,
+            workers * prices.function_usd_per_request,
+            merge_usd,
             besides.first_model, besides.first_step, besides.round_end, besides.round_work, besides.enter,
             besides.slice_end, besides.result,
         )  # fmt: skip

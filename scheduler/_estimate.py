@@ -197,20 +197,21 @@ def _link_bytes(topology: Topology, rounds: int) -> dict[str, int]:
 
 def figures_of(parts: Sequence[PlannedPartition], region: Region, snapshot: Snapshot) -> list[tuple[float, ...]]:
     """Return what the cost model must know about partitions of one region, as `Staffs.of` takes it."""
-    profile, prices, whole = snapshot.profiles.get(region.name), _prices(region), None
+    profile, prices, whole = snapshot.profiles.get(region.name), prices_of(region), None
     found: list[tuple[float, ...]] = []
     for part in parts:
         if part.pipeline is not None:
-            besides = overheads(part, profile)
+            besides = overheads(part.pipeline, profile)
         else:
             # Of whole models they depend on nothing else of the partition.
-            besides = whole = whole or _of_whole_models(overheads(part, profile), snapshot)
+            besides = whole = whole or overheads_of_whole_models(region, snapshot)
         found.append(Staffs.figures(part, prices, besides))
     return found
 
 
-def _of_whole_models(besides: Overheads, snapshot: Snapshot) -> Overheads:
-    return replace(besides, round_work=snapshot.round_work_seconds)
+def overheads_of_whole_models(region: Region, snapshot: Snapshot) -> Overheads:
+    """Return the overheads of partitions of a region whose workers hold the whole model."""
+    return replace(overheads(None, snapshot.profiles.get(region.name)), round_work=snapshot.round_work_seconds)
 
 
 def occasion_of(
@@ -337,7 +338,7 @@ def _copies(copies: Sequence[PlannedCopy], regions: Mapping[str, Region]) -> tup
     for copy in copies:
         size = int(copy.bytes * _COPY_OVERHEAD)
         sent[f"{copy.source}>{copy.destination}"] = size
-        prices = _prices(regions[copy.source])
+        prices = prices_of(regions[copy.source])
         usd = size / 1e9 * prices.egress(copy.destination)
         paid.append(Cost(copy.source, f"egress to {copy.destination}", size / 1e9, "GB", usd, prices.source))
     return sent, paid
@@ -348,7 +349,8 @@ def copied_of(copies: Sequence[PlannedCopy], regions: Iterable[Region]) -> tuple
     return sum(cost.usd for cost in _copies(copies, {r.name: r for r in regions})[1]), _SIZES_KNOWN[1]
 
 
-def _prices(region: Region) -> Prices:
+def prices_of(region: Region) -> Prices:
+    """Return a region's prices. Raises ValueError where it has none."""
     if region.prices is None:
         raise ValueError(f"region {region.name} has no prices")
     return region.prices
@@ -358,7 +360,7 @@ def _bill(
     place: int, plan: Plan, region: Region, occasion: Occasion, took: JobTimeline, sent_to: Mapping[str, int]
 ) -> list[Cost]:
     """Return the bill of the plan's partition at a place."""
-    part, prices, busy = plan.partitions[place], _prices(region), float(took.busy[0, 0, 0])
+    part, prices, busy = plan.partitions[place], prices_of(region), float(took.busy[0, 0, 0])
     calls = part.workers * (1 + float(took.ends[0, 0, 0, min(place, took.ends.shape[-1] - 1)]))
     busy = max(0.0, busy + float(occasion.started[place]))
     served = float(took.seconds[0, 0, 0]) - occasion.start - (0.0 if part.shards else occasion.copying)
@@ -381,7 +383,7 @@ def _bill(
 
 def _egress(region: Region, rounds: int, sent_to: Mapping[str, int]) -> list[Cost]:
     """Return a region's egress, by destination; if these are many, by price."""
-    prices = _prices(region)
+    prices = prices_of(region)
     if len(sent_to) <= MOST_ON_BILL:
         named = [(to, sent, prices.egress(to)) for to, sent in sent_to.items()]
     else:

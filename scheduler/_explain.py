@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scheduler._configurations import ConfiguredPartition
+from scheduler._configurations import ConfiguredPartition, RegionConfigurations
 from scheduler._exchange import Way, Ways
 from scheduler._model import Alternative, Demand, Reason
 from scheduler.search import EvaluatedPlans, Ints, PlanCriteria, PlanIndex, PlanSearch, differences
@@ -43,7 +43,7 @@ _INTERVAL = _Decided(
 
 def alternatives(
     search: PlanSearch,
-    fronts: Sequence[Sequence[ConfiguredPartition]],
+    fronts: Sequence[RegionConfigurations],
     ways: Ways,
     evaluated: EvaluatedPlans,
     place: PlanIndex,
@@ -53,17 +53,17 @@ def alternatives(
     """Return for each decision that was open the two best others, with time and money, and what decided."""
     chosen, exchanges, staffs = (evaluated, place), search.around(evaluated, place), search.neighbours(evaluated, place)
 
-    def of_regions(name: Callable[[ConfiguredPartition], object]) -> _Decided:
-        numbers: dict[object, int] = {}
-        most = max(len(front) for front in fronts)
-        table = np.zeros((len(fronts), most), np.int64)
+    def of_regions(
+        codes: Callable[[RegionConfigurations], Ints], name: Callable[[ConfiguredPartition], object]
+    ) -> _Decided:
+        table = np.zeros((len(fronts), max(len(front) for front in fronts)), np.int64)
         for region, front in enumerate(fronts):
-            table[region, : len(front)] = [numbers.setdefault(name(one), len(numbers)) for one in front]
+            table[region, : len(front)] = codes(front)
         places = np.arange(len(fronts))
         return _Decided(
             lambda found: table[places, found.choice][:, None, None, :],
             lambda found, at: _listed(
-                [name(front[n]) for front, n in zip(fronts, found.choice[at.staff], strict=True)]
+                [name(front[n]) for front, n in zip(fronts, found.choice[at.staff].tolist(), strict=True)]
             ),
         )
 
@@ -77,9 +77,9 @@ def alternatives(
 
     told: list[Alternative] = []
     decisions: list[tuple[str, object, EvaluatedPlans, _Decided]] = [
-        ("workers", demand.workers, staffs, of_regions(lambda one: one.part.workers)),
-        ("memory", demand.memory_mb, staffs, of_regions(lambda one: one.part.memory_mb)),
-        ("merge", demand.collective, staffs, of_regions(_merge)),
+        ("workers", demand.workers, staffs, of_regions(lambda front: front.workers, lambda one: one.part.workers)),
+        ("memory", demand.memory_mb, staffs, of_regions(lambda front: front.memory_mb, lambda one: one.part.memory_mb)),
+        ("merge", demand.collective, staffs, of_regions(lambda front: front.merges, _merge)),
         ("interval", demand.interval, exchanges, _INTERVAL),
         ("codec", demand.codec, exchanges, of_way(lambda way: way.codec)),
         ("exchange", demand.exchange, exchanges, of_way(lambda way: way.exchange)),

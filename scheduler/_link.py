@@ -49,6 +49,8 @@ MIN_IDLE_SECONDS = 0.2
 """Minimum retransmission timeout of Linux, in seconds."""
 UNASKED_BYTES = 1 << 20
 """Size in bytes up to which an update is sent without an offer before it."""
+_MOST_AT_ONCE = 20_000
+"""Links whose times are computed at once: 160 kB an array, so that they stay in a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -143,21 +145,36 @@ def paces(rtt: Floats, rate: Floats, update_bytes: int) -> LinkPace[Floats]:
     update fits in it. k round trips carry w (2^k - 1) bytes; the rest is sent at the link's rate. A large update is
     offered first, and sent after the answer.
     """
-    line, busy, window = line_bytes(update_bytes), [], np.full(rtt.shape, float(FIRST_WINDOW_BYTES))
-    for _ in range(3):
-        full, fits = np.log2(np.maximum(1.0, rate * rtt / window)), np.log2(1 + line / window) - 1
-        trips = np.maximum(0.0, np.ceil(np.minimum(full, fits)))
-        grown = np.exp2(trips)
-        busy.append(trips * rtt + np.maximum(0.0, line - window * (grown - 1)) / rate)
-        window = window * grown
+    line, trip, speed = line_bytes(update_bytes), rtt.reshape(-1), rate.reshape(-1)
+    busy = np.empty((3, len(trip)))
+    for begin in range(0, len(trip), _MOST_AT_ONCE):
+        some = slice(begin, begin + _MOST_AT_ONCE)
+        busy[:, some] = _busy_seconds(trip[some], speed[some], line)
+    first, second, later = busy.reshape(3, *rtt.shape)
     return LinkPace(
         offer_seconds=rtt if update_bytes > UNASKED_BYTES else np.zeros_like(rtt),
-        first_seconds=busy[0],
-        second_seconds=busy[1],
-        next_seconds=busy[2],
+        first_seconds=first,
+        second_seconds=second,
+        next_seconds=later,
         way_seconds=rtt / 2,
         idle_seconds=np.maximum(MIN_IDLE_SECONDS, 2 * rtt),
     )
+
+
+def _busy_seconds(rtt: Floats, rate: Floats, line: float) -> Floats:
+    """Return the seconds for which the first, the second and each later update of ``line`` bytes occupy links; shape
+    (3, links)."""
+    busy, window, filled = np.empty((3, len(rtt))), np.array([float(FIRST_WINDOW_BYTES)]), rate * rtt
+    for turn in range(3):
+        full, fits = np.log2(np.maximum(1.0, filled / window)), np.log2(1 + line / window) - 1
+        trips = np.maximum(0.0, np.ceil(np.minimum(full, fits)))
+        grown = np.exp2(trips)
+        busy[turn:] = trips * rtt + np.maximum(0.0, line - window * (grown - 1)) / rate
+        if not trips.any():
+            # The window stays, so that later updates take as long.
+            break
+        window = window * grown
+    return busy
 
 
 HANDLED_BYTES_PER_SECOND = 300e6

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scheduler._model import PlannedPartition
+from scheduler._model import PipelineShape
 
 if TYPE_CHECKING:
     from scheduler.tuning import TaskProfile
@@ -55,12 +55,12 @@ class Overheads:
         return self.leave + self.again + self.enter
 
 
-def overheads(part: PlannedPartition, profile: TaskProfile | None) -> Overheads:
+def overheads(pipeline: PipelineShape | None, profile: TaskProfile | None) -> Overheads:
     """Return the overheads of a partition in stages; of others only that of an invocation's repetition; none that the
     profile has not measured."""
     if profile is None:
         return Overheads()
-    if part.pipeline is None:
+    if pipeline is None:
         return Overheads(again=profile.again_seconds)
     if min(profile.stored_bytes_per_second, profile.fresh_bytes_per_second) <= 0.0:
         return Overheads()
@@ -69,9 +69,9 @@ def overheads(part: PlannedPartition, profile: TaskProfile | None) -> Overheads:
     # A value in the memory of one machine is made of new pages, too.
     its = profile.channel
     up, down = 1 / its.up_bytes_per_second + (fresh if its.cores else 0.0), 1 / its.down_bytes_per_second
-    held = [_held(profile, stage.first, stage.last) for stage in part.pipeline.stages]
+    held = [_held(profile, stage.first, stage.last) for stage in pipeline.stages]
     models, states = [one.model for one in held], [one.state for one in held]
-    cores, degree = its.cores, part.pipeline.degree
+    cores, degree = its.cores, pipeline.degree
 
     def apart(shares: list[float], replicas: int = 1) -> float:
         """Return the time of work that all stages do at once: the largest stage's, or all stages' where they share

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from scheduler._configurations import (
     TORCH_MB,
-    ConfiguredPartition,
+    RegionConfigurations,
     configurations,
     holds_batch,
     merging_of,
     needed_mb,
 )
 from scheduler._course import step_seconds
-from scheduler._estimate import basis_of, copied_of, estimate, figures_of, occasion_of, spread_of
+from scheduler._estimate import basis_of, copied_of, estimate, occasion_of, spread_of
 from scheduler._exchange import Ways, policy_of, share_of, ways_of
 from scheduler._explain import alternatives, beyond_limits
 from scheduler._model import (
@@ -123,7 +123,7 @@ class _Problem:
     """A demand over shards that lie where they are processed, independent of deadline and budget."""
 
     placed: PlacedShards
-    fronts: tuple[tuple[ConfiguredPartition, ...], ...]
+    fronts: tuple[RegionConfigurations, ...]
     """Configurations by region, in the order of their names."""
     ways: Ways
     search: PlanSearch
@@ -139,10 +139,12 @@ class _Problem:
 
     def _plan(self, evaluated: EvaluatedPlans, place: PlanIndex, demand: Demand, limits: PlanCriteria) -> Plan:
         snapshot, way = self.placed.snapshot, self.ways.each[evaluated.ways[place.way]]
-        chosen = [front[n] for front, n in zip(self.fronts, evaluated.choice[place.staff], strict=True)]
+        own = list(zip(self.fronts, evaluated.choice[place.staff].tolist(), strict=True))
+        chosen = [front[n] for front, n in own]
         merging = merging_of(chosen)
         if merging is None and demand.collective is None:
-            chosen = [_fastest_merging(one, front) for one, front in zip(chosen, self.fronts, strict=True)]
+            # Each region chooses by itself.
+            chosen = [front.fastest_merging(n) for front, n in own]
         steps = self.search.evaluation.steps(evaluated, place)
         partitions = tuple(
             replace(one.part, steps_per_round=int(count), shards=self.placed.shards.get(one.part.region, ()))
@@ -256,7 +258,7 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = No
         return ways
     shards = [replace(part, shards=placed.shards.get(part.region, ())) for part in parts]
     evaluation = PlanEvaluation(
-        [figures_of([one.part for one in own], r, snapshot) for r, own in zip(regions, fronts, strict=True)],
+        [front.figures for front in fronts],
         [part.samples for part in parts],
         ways,
         occasion_of(shards, placed.copies, demand.slice_seconds, snapshot),
@@ -266,14 +268,6 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = No
     spread = Spread(spread_of(basis_of(regions, snapshot))[1], *copied_of(placed.copies, snapshot.regions))
     only = None if method is None else method.staffing(evaluation)
     return _Problem(placed, fronts, ways, PlanSearch(evaluation, spread, only))
-
-
-def _fastest_merging(chosen: ConfiguredPartition, front: Sequence[ConfiguredPartition]) -> ConfiguredPartition:
-    """Return the same workers and memory as they will merge where each region chooses by itself."""
-    like = [
-        one for one in front if (one.part.workers, one.part.memory_mb) == (chosen.part.workers, chosen.part.memory_mb)
-    ]
-    return min(like, key=lambda one: one.part.merge_seconds or 0.0)
 
 
 def _wan_settings(background: bool, regions: int, demand: Demand) -> dict[str, float]:

@@ -94,23 +94,23 @@ class PlanEvaluation:
 
     def __init__(
         self,
-        figures: Sequence[Sequence[tuple[float, ...]]],
+        figures: Sequence[Floats],
         samples: Sequence[int],
         ways: Ways,
         occasion: Occasion,
         demand: Demand,
         noise: float | None,
     ) -> None:
-        """``figures``: by region, `Staffs.figures` of each of its configurations. ``samples``: of each region's shards.
-        ``noise``: the measured noise scale in samples."""
+        """``figures``: by region, `Staffs.figures` of its configurations, shape (figures, configurations).
+        ``samples``: of each region's shards. ``noise``: the measured noise scale in samples."""
         self.ways, self.demand = ways, demand
         self._occasion, self._noise = occasion, noise or PRIOR_NOISE_SAMPLES
-        self.sizes = np.array([len(own) for own in figures])
-        self._table = np.empty((len(figures[0][0]), len(figures), int(self.sizes.max())))
+        self.sizes = np.array([own.shape[1] for own in figures])
+        self._table = np.empty((len(figures[0]), len(figures), int(self.sizes.max())))
         for place, own in enumerate(figures):
             # Regions with fewer configurations repeat their last one.
-            self._table[:, place, : len(own)] = np.array(own).T
-            self._table[:, place, len(own) :] = self._table[:, place, len(own) - 1, None]
+            self._table[:, place, : own.shape[1]] = own
+            self._table[:, place, own.shape[1] :] = own[:, -1:]
         self.configured = Staffs(*self._table)
         """Every configuration of every region, shape (regions, configurations)."""
         self.samples = np.array(samples, float)

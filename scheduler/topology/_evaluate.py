@@ -105,6 +105,23 @@ class Topologies:
     """Reasons by kind."""
     graphs: Mapping[str, Candidate | str] = field(default_factory=dict)
     """What was found by kind: a graph, or why there is none."""
+    loads: Mapping[str, _Load] = field(default_factory=dict)
+    """What the links of each graph carry."""
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What the links of a graph carry, whatever the size of an update."""
+
+    pairs: tuple[tuple[str, str], ...]
+    """Neighbours by name."""
+    neighbours: Sequence[Sequence[int]]
+    """Of each region; empty: all others."""
+    usd_per_gb: float
+    """Sum over the updates that all links carry."""
+    busiest: int
+    """As `Topology.busiest_updates`."""
+    longest_rtt_seconds: float
 
 
 def evaluate_topologies(
@@ -132,16 +149,18 @@ def topologies_over(links: Links, update_bytes: int, before: Topologies | None =
     if apart := _why_apart(links):
         return Topologies((), dict.fromkeys(topology_kinds(), apart))
     if before is None or network.size <= MANY:
-        graphs, known = {name: kind.find(network) for name, kind in _KINDS.items()}, {}
+        graphs = {name: kind.find(network) for name, kind in _KINDS.items()}
     else:
-        graphs, known = dict(before.graphs), {one.kind: one.links for one in before.possible}
-    possible, impossible = [], {}
+        graphs = dict(before.graphs)
+    possible, impossible, loads = list[Topology](), dict[str, str](), dict[str, _Load]()
     for name, found in graphs.items():
         if isinstance(found, Candidate):
-            possible.append(_topology(name, found, network, update_bytes, known.get(name, ())))
+            same = before is not None and found == before.graphs[name]
+            loads[name] = before.loads[name] if before is not None and same else _load(found, links)
+            possible.append(_topology(name, found, loads[name], network, update_bytes))
         elif _KINDS[name].offered:
             impossible[name] = found
-    return Topologies(tuple(possible), impossible, graphs)
+    return Topologies(tuple(possible), impossible, graphs, loads)
 
 
 def choose_topology(evaluated: Topologies) -> Topology | None:
@@ -175,7 +194,7 @@ def evaluate_over(current: Topology, links: Links, update_bytes: int) -> Topolog
         return None
     candidate = Candidate(tuple([number[hub] for hub in current.hubs]), pairs)
     network = Network(links, links.hops(update_bytes))
-    return _topology(current.kind, candidate, network, update_bytes, current.links)
+    return _topology(current.kind, candidate, _load(candidate, links, current.links), network, update_bytes)
 
 
 def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int) -> Topology | None:
@@ -200,35 +219,39 @@ def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int
     return best
 
 
-def _topology(
-    kind: str, candidate: Candidate, network: Network, update_bytes: int, pairs: tuple[tuple[str, str], ...] = ()
-) -> Topology:
-    """Return a graph's figures; ``pairs``: its neighbours by name, where they are known."""
-    links, names, size = network.links, network.names, network.size
-    neighbours: list[list[int]] = []
-    complete = not candidate.links or 2 * len(candidate.links) == size * (size - 1)
-    if complete:
+def _load(candidate: Candidate, links: Links, pairs: tuple[tuple[str, str], ...] = ()) -> _Load:
+    """Return what a graph's links carry; ``pairs``: its neighbours by name, where they are known."""
+    names, size = links.names, len(links.names)
+    if not candidate.links or 2 * len(candidate.links) == size * (size - 1):
         # Each link carries one update: nothing needs to be counted.
-        pairs, busiest = pairs or tuple(combinations(names, 2)), 2 * (size - 1)
-        usd, longest = float(links.usd_per_gb.sum()), float((links.rtt * links.there).max())
-    else:
-        neighbours = _neighbours(range(size), candidate.links)
-        pairs = pairs or tuple(sorted((names[min(link)], names[max(link)]) for link in candidate.links))
-        updates = np.zeros((size, size), np.int64)
-        carried = carried_updates(neighbours)
-        updates[tuple(np.array(list(carried)).T)] = list(carried.values())
-        usd, longest = float((updates * links.usd_per_gb).sum()), float(links.rtt[updates > 0].max(initial=0.0))
-        busiest = int((updates.sum(axis=0) + updates.sum(axis=1)).max())
+        longest = float((links.rtt * links.there).max())
+        usd = float(links.usd_per_gb.sum())
+        return _Load(pairs or tuple(combinations(names, 2)), (), usd, 2 * (size - 1), longest)
+    neighbours = _neighbours(range(size), candidate.links)
+    updates, carried = np.zeros((size, size), np.int64), carried_updates(neighbours)
+    updates[tuple(np.array(list(carried)).T)] = list(carried.values())
+    return _Load(
+        pairs=pairs or tuple(sorted((names[min(link)], names[max(link)]) for link in candidate.links)),
+        neighbours=neighbours,
+        usd_per_gb=float((updates * links.usd_per_gb).sum()),
+        busiest=int((updates.sum(axis=0) + updates.sum(axis=1)).max()),
+        longest_rtt_seconds=float(links.rtt[updates > 0].max(initial=0.0)),
+    )
+
+
+def _topology(kind: str, candidate: Candidate, load: _Load, network: Network, update_bytes: int) -> Topology:
+    """Return a graph's figures for updates of a size."""
+    hops, neighbours = network.hops, load.neighbours
     return Topology(
         kind=kind,
-        hubs=tuple(names[hub] for hub in candidate.hubs),
-        links=pairs,
-        seconds=mesh_seconds(network.hops) if complete else topology_kind(kind).seconds(network.hops, neighbours),
+        hubs=tuple(network.names[hub] for hub in candidate.hubs),
+        links=load.pairs,
+        seconds=topology_kind(kind).seconds(hops, neighbours) if neighbours else mesh_seconds(hops),
         # As it is metered: what the line adds below that, no meter of ours sees.
-        usd_per_round=usd * update_bytes / 1e9,
+        usd_per_round=load.usd_per_gb * update_bytes / 1e9,
         update_bytes=update_bytes,
-        busiest_updates=busiest,
-        longest_rtt_seconds=longest,
+        busiest_updates=load.busiest,
+        longest_rtt_seconds=load.longest_rtt_seconds,
     )
 
 

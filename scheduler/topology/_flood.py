@@ -13,7 +13,7 @@ updates (the alpha-beta model, Hockney 1994, with store and forward, and a cold 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -60,11 +60,16 @@ class Links:
     def hops(self, update_bytes: int) -> Hops:
         """Return the links for updates of a size."""
         found = paces(self.rtt, self.rate, update_bytes)
+        if found.offer_seconds is self.rtt:
+            found = replace(found, offer_seconds=self.rtt.copy())
         lacking = (0.0, *[MISSING_SECONDS] * 3, 0.0, MISSING_SECONDS)
-        return Hops(
-            LinkPace(*(np.where(self.there, own, none) for own, none in zip(found.figures, lacking, strict=True))),
-            self.there,
-        )
+        for own, none in zip(found.figures, lacking, strict=True):
+            own[self._missing] = none
+        return Hops(found, self.there)
+
+    @cached_property
+    def _missing(self) -> tuple[Ints, ...]:
+        return np.nonzero(~self.there)
 
 
 def links_among(names: Sequence[str], table: LinkTable, clouds: Mapping[str, str] | None = None) -> Links:

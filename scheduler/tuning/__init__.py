@@ -26,7 +26,7 @@ from scheduler.tuning._model import (
 from scheduler.tuning._predict import iterations, needed_mb, predict, step_seconds
 from scheduler.tuning._profile import TaskProfile, space_of, task_of, worker_counts
 from scheduler.tuning._progress import NormPair, noise_scale
-from scheduler.tuning._search import Step, cheapest, configurations, fastest, front, step_front
+from scheduler.tuning._search import Step, Steps, cheapest, configurations, fastest, front, step_front
 
 __all__ = [
     "SKEW_THRESHOLD",
@@ -43,6 +43,7 @@ __all__ = [
     "Space",
     "Step",
     "StepPoint",
+    "Steps",
     "TaskModel",
     "TaskProfile",
     "TuningLimits",

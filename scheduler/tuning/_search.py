@@ -95,26 +95,50 @@ class Step(NamedTuple):
     """Of the channel's requests."""
 
 
-def step_front(task: TaskModel, space: Space) -> tuple[Step, ...]:
+class Steps(NamedTuple):
+    """Steps with many configurations, as columns."""
+
+    workers: npt.NDArray[np.int64]
+    memory_mb: npt.NDArray[np.int64]
+    collective: npt.NDArray[np.int64]
+    """Number among `collectives()`."""
+    chunks: npt.NDArray[np.int64]
+    compute_seconds: npt.NDArray[np.float64]
+    merge_seconds: npt.NDArray[np.float64]
+    merge_usd: npt.NDArray[np.float64]
+
+    def one(self, at: int) -> Step:
+        """Return the step at a place."""
+        workers, memory_mb, number, *rest = (column[at].item() for column in self)
+        return Step(workers, memory_mb, collectives()[number], *rest)
+
+    def at(self, places: npt.NDArray[np.int64]) -> Steps:
+        """Return those at some places, in that order."""
+        return Steps(
+            self.workers[places], self.memory_mb[places], self.collective[places], self.chunks[places],
+            self.compute_seconds[places], self.merge_seconds[places], self.merge_usd[places],
+        )  # fmt: skip
+
+
+def step_front(task: TaskModel, space: Space) -> Steps:
     """For each number of workers the configurations that no other beats in the seconds of a step, in memory and in the
     USD of its requests together; those with the fewest workers first."""
-    found: list[Step] = []
-    known = collectives()
+    found: list[Steps] = []
     for name in _channels(task, space):
         combined, costs = _grid(task, space, name)
         grid, merges = combined.grid, combined.grid.merges
         compute = step_seconds(task.compute, grid.batches, grid.memories_mb)
         fits = needed_mb(task.memory, grid.batches, task.model_bytes, merges.chunks) <= grid.memories_mb
         at = _unbeaten(compute + costs.seconds, costs.usd, fits, combined)
-        columns = (
-            merges.workers[at].astype(int), grid.memories_mb[at].astype(int), merges.collective[at],
-            merges.chunks[at].astype(int), compute[at], costs.seconds[at], costs.usd[at],
+        found.append(
+            Steps(
+                merges.workers[at].astype(np.int64), grid.memories_mb[at].astype(np.int64),
+                merges.collective[at].astype(np.int64), merges.chunks[at].astype(np.int64), compute[at],
+                costs.seconds[at], costs.usd[at],
+            )
         )  # fmt: skip
-        found += [
-            Step(workers, memory, known[number], *rest)
-            for workers, memory, number, *rest in zip(*(column.tolist() for column in columns), strict=True)
-        ]
-    return tuple(sorted(found, key=lambda one: one.workers))
+    every = Steps(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+    return every.at(every.workers.argsort(kind="stable"))
 
 
 def _unbeaten(

@@ -42,15 +42,15 @@ def staged(found: Snapshot | None = None) -> PlannedPartition:
 
 
 def told(part: PlannedPartition, profile: TaskProfile) -> tuple[float, ...]:
-    found = overheads(part, profile)
+    found = overheads(part.pipeline, profile)
     return tuple(float(getattr(found, name)) for name in SECONDS)
 
 
 def test_nothing_is_predicted_of_what_was_not_measured() -> None:
     part = staged()
-    assert overheads(part, None) == Overheads()
-    assert overheads(part, deep("a")) == Overheads()
-    whole = overheads(replace(part, pipeline=None), measured(deep("a")))
+    assert overheads(part.pipeline, None) == Overheads()
+    assert overheads(part.pipeline, deep("a")) == Overheads()
+    whole = overheads(None, measured(deep("a")))
     assert whole == Overheads(again=deep("a").again_seconds)
     assert min(told(part, measured(deep("a")))) > 0.0
 
@@ -132,7 +132,7 @@ def test_a_run_has_told_its_start_with_the_first_model() -> None:
     asked = demand(parallelism="pipeline", stages=3, workers=3)
     by_profile, by_run = planned(known(), asked), planned(replace(known(), start_of_run=True), asked)
     own = staged()
-    more = overheads(own, known().profiles["a"]).first_model
+    more = overheads(own.pipeline, known().profiles["a"]).first_model
     contact = 3 * PRIOR_RTT_MS / 1e3
     assert seconds(by_profile)["first model"] == pytest.approx(more + contact)
     assert "first model" not in seconds(by_run)

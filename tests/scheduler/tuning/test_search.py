@@ -114,7 +114,8 @@ def test_of_each_number_of_workers_no_step_that_another_equals_or_beats_in_every
         if not any(all(a <= b for a, b in zip(other, told, strict=True)) for other in others):
             others.add(told)
     for channel in task.channels:
-        found = step_front(task, replace(space, channels=(channel.name,)))
+        columns = step_front(task, replace(space, channels=(channel.name,)))
+        found = [columns.one(at) for at in range(len(columns.workers))]
         assert [one.workers for one in found] == sorted(one.workers for one in found)
         for workers in space.workers:
             mine = [one for one in found if one.workers == workers]
