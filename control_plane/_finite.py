@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -10,7 +11,9 @@ def finite(value: Any) -> Any:
     """Replace NaN and infinities, which JSON lacks, by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, dict):
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
         return {key: finite(held) for key, held in value.items()}
     if isinstance(value, list | tuple):
         return [finite(held) for held in value]

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from scheduler.tuning import MergePoint, Step, Steps, TaskProfile
 
 __all__ = [
-    "ConfiguredPartition", "RegionConfigurations", "configurations", "holds_batch", "merging_of", "needed_mb",
-    "unmeasured_mb",
+    "ConfiguredPartition", "RegionConfigurations", "configurations", "holds_batch", "merge_of", "merging_of",
+    "needed_mb", "unmeasured_mb",
 ]  # fmt: skip
 
 DEFAULT_MEMORY_MB = 1024
@@ -64,7 +64,7 @@ class RegionConfigurations(Sequence[ConfiguredPartition]):
     workers: Ints
     memory_mb: Ints
     merges: Ints
-    """A number for each way to merge, the same in all regions."""
+    """A number for each way to merge, the same in all regions (`merge_of`)."""
 
     @property
     @abstractmethod
@@ -230,6 +230,11 @@ def _in_rounds(one: ConfiguredPartition, rounds: _ClientRounds) -> ConfiguredPar
         one.part, batch=batch, clients=rounds.total, clients_per_round=rounds.clients, clients_samples=rounds.samples
     )
     return replace(one, part=part)
+
+
+def merge_of(number: int) -> tuple[str, int] | None:
+    """Return what a number of `RegionConfigurations.merges` stands for, as `ConfiguredPartition.merging`."""
+    return None if number < 0 else (collectives()[number // _MOST_CHUNKS], number % _MOST_CHUNKS)
 
 
 def merging_of(chosen: Sequence[ConfiguredPartition]) -> tuple[str, int] | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import combinations
 
 import numpy as np
@@ -67,6 +68,40 @@ _SPREAD = {
 worker in a probe runs alone: next to all others it is rather slower."""
 
 
+class _LinkBytes(Mapping[str, int]):
+    """Bytes by link, as "source>destination": of the updates of all rounds, and of copies.
+
+    The model that all begin with is made, or fetched, by each region. The texts are made when they are read: a plan of a thousand regions has a million of them.
+    """
+
+    def __init__(self, sent: Mapping[str, Mapping[str, int]], rounds: int, copied: Mapping[str, int]) -> None:
+        """``sent``: bytes of a round by source and destination. ``copied``: those of copies by link."""
+        self._sent, self._rounds, self._copied = sent, rounds, copied
+
+    @cached_property
+    def _by_link(self) -> dict[str, int]:
+        found = dict[str, int]()
+        for source, own in self._sent.items():
+            begin = source + ">"
+            found.update(zip([begin + to for to in own], [self._rounds * sent for sent in own.values()], strict=True))
+        for link, sent in self._copied.items():
+            found[link] = found.get(link, 0) + sent
+        return found
+
+    def __getitem__(self, link: str) -> int:
+        return self._by_link[link]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_link)
+
+    def __len__(self) -> int:
+        return len(self._by_link)
+
+    def __deepcopy__(self, memo: object) -> Mapping[str, int]:
+        # Nothing changes it: what is made of a plan's fields may hold the same one.
+        return self
+
+
 def worker_speed(region: Region, snapshot: Snapshot) -> float:
     """Samples/s of one worker: measured before probed before stated before the prior."""
     measured = snapshot.speeds.get(region.name) or speed_by_probe(region, snapshot)
@@ -118,8 +153,7 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Plan
         np.array([[[float(part.steps_per_round) for part in plan.partitions]]]),
         _exchanges(plan, topology, model_bytes, stands_beyond(snapshot, model_bytes, background=plan.background)),
     )
-    link_bytes = _link_bytes(topology, plan.rounds)
-    sent_bytes = float(sum(link_bytes.values()))
+    sent_bytes = float(plan.rounds * sum(sum(own.values()) for own in topology.sent.values()))
     items = tuple(
         cost
         for place, part in enumerate(plan.partitions)
@@ -131,8 +165,6 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Plan
     # A region whose first model differs from the first region's, as with another version of torch, is sent that one.
     doubtful = float(max(0, len(plan.partitions) - 1) * update_bytes(model_bytes, "fp32"))
     copied_bytes = float(sum(copied.values()))
-    for link, sent in copied.items():
-        link_bytes[link] = link_bytes.get(link, 0) + sent
     usd, copied_usd = sum(cost.usd for cost in items), sum(cost.usd for cost in paid)
     seconds = float(took.seconds[0, 0, 0])
     return PlanEstimate(
@@ -140,7 +172,7 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Plan
         wan_bytes=_with(sent_bytes, size_low, size_high, copied_bytes, doubtful),
         usd=_with(usd, min(low, size_low), high, copied_usd),
         items=(*items, *paid),
-        link_bytes=link_bytes,
+        link_bytes=_LinkBytes(topology.sent, plan.rounds, copied),
         basis=basis,
         model_bytes=model_bytes,
         model_basis="prior" if not snapshot.model_bytes else "counted" if snapshot.counted else "measured",
@@ -183,16 +215,6 @@ def _exchanges(plan: Plan, topology: Topology, model_bytes: int, beyond: float) 
         links=topology.seconds if topology.links else 0.0,
         beyond=beyond,
     )
-
-
-def _link_bytes(topology: Topology, rounds: int) -> dict[str, int]:
-    """Return the bytes of all rounds by link. The model that all begin with is made, or fetched, by each region."""
-    found = dict[str, int]()
-    for source, own in topology.sent.items():
-        # Plans of a thousand regions have a million of them.
-        begin = source + ">"
-        found.update(zip([begin + to for to in own], [rounds * sent for sent in own.values()], strict=True))
-    return found
 
 
 def figures_of(parts: Sequence[PlannedPartition], region: Region, snapshot: Snapshot) -> list[tuple[float, ...]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scheduler._configurations import ConfiguredPartition, RegionConfigurations
+from scheduler._configurations import RegionConfigurations, merge_of
 from scheduler._exchange import Way, Ways
 from scheduler._model import Alternative, Demand, Reason
 from scheduler.search import EvaluatedPlans, Ints, PlanCriteria, PlanIndex, PlanSearch, differences
@@ -54,7 +54,7 @@ def alternatives(
     chosen, exchanges, staffs = (evaluated, place), search.around(evaluated, place), search.neighbours(evaluated, place)
 
     def of_regions(
-        codes: Callable[[RegionConfigurations], Ints], name: Callable[[ConfiguredPartition], object]
+        codes: Callable[[RegionConfigurations], Ints], name: Callable[[int], object] = lambda code: code
     ) -> _Decided:
         table = np.zeros((len(fronts), max(len(front) for front in fronts)), np.int64)
         for region, front in enumerate(fronts):
@@ -62,9 +62,7 @@ def alternatives(
         places = np.arange(len(fronts))
         return _Decided(
             lambda found: table[places, found.choice][:, None, None, :],
-            lambda found, at: _listed(
-                [name(front[n]) for front, n in zip(fronts, found.choice[at.staff].tolist(), strict=True)]
-            ),
+            lambda found, at: _listed([name(code) for code in table[places, found.choice[at.staff]].tolist()]),
         )
 
     def of_way(name: Callable[[Way], str]) -> _Decided:
@@ -77,8 +75,8 @@ def alternatives(
 
     told: list[Alternative] = []
     decisions: list[tuple[str, object, EvaluatedPlans, _Decided]] = [
-        ("workers", demand.workers, staffs, of_regions(lambda front: front.workers, lambda one: one.part.workers)),
-        ("memory", demand.memory_mb, staffs, of_regions(lambda front: front.memory_mb, lambda one: one.part.memory_mb)),
+        ("workers", demand.workers, staffs, of_regions(lambda front: front.workers)),
+        ("memory", demand.memory_mb, staffs, of_regions(lambda front: front.memory_mb)),
         ("merge", demand.collective, staffs, of_regions(lambda front: front.merges, _merge)),
         ("interval", demand.interval, exchanges, _INTERVAL),
         ("codec", demand.codec, exchanges, of_way(lambda way: way.codec)),
@@ -94,10 +92,11 @@ def alternatives(
     return tuple(told)
 
 
-def _merge(one: ConfiguredPartition) -> str:
-    if one.merging is None:
+def _merge(number: int) -> str:
+    merging = merge_of(number)
+    if merging is None:
         return "-"
-    return one.merging[0] + (f" with K = {one.merging[1]}" if one.merging[1] else "")
+    return merging[0] + (f" with K = {merging[1]}" if merging[1] else "")
 
 
 def _listed(names: Sequence[object]) -> str:

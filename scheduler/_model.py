@@ -493,7 +493,7 @@ class PlanEstimate:
     wan_bytes: Range
     usd: Range
     items: tuple[Cost, ...]
-    link_bytes: dict[str, int]
+    link_bytes: Mapping[str, int]
     """Expected bytes by directed link, "source>destination"."""
     basis: str
     """Least reliable basis of the time. "measured": earlier runs of the task; "profiled": `geofed profile`;

@@ -68,7 +68,7 @@ class Topology:
     @cached_property
     def sent(self) -> dict[str, dict[str, int]]:
         """Bytes of a round by source and destination, as they are metered."""
-        names = sorted({name for link in self.links for name in link})
+        names = sorted(set(chain.from_iterable(self.links)))
         if 2 * len(self.links) == len(names) * (len(names) - 1):
             found = {name: dict.fromkeys(names, self.update_bytes) for name in names}
             for name, own in found.items():
