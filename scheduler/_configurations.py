@@ -304,8 +304,10 @@ def _ran_merge(region: Region, workers: int, snapshot: Snapshot, demand: Demand)
     return float(np.median(its)) * (workers - 1) / (nearest - 1)
 
 
-def holds_batch(region: Region, snapshot: Snapshot, demand: Demand) -> bool:
+def holds_batch(configured: RegionConfigurations, region: Region, snapshot: Snapshot, demand: Demand) -> bool:
     """Return whether a function of a region has memory for a step, as far as a profile tells that."""
+    if isinstance(configured, _Measured) and configured.workers[0] == 1:
+        return True
     known = _profiled(region, snapshot, demand)
     return known is None or bool(len(_measured(region, known, (1,), snapshot, demand).workers))
 

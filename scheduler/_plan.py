@@ -246,7 +246,7 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = No
         return Declined(tuple(reasons))
     fronts = tuple(configurations(region, snapshot, demand) for region in regions)
     parts = [front[0].part for front in fronts]
-    reasons = [reason for r, part in zip(regions, parts, strict=True) for reason in _unfit(r, part, snapshot, demand)]
+    reasons = [reason for r, own in zip(regions, fronts, strict=True) for reason in _unfit(r, own, snapshot, demand)]
     if reasons:
         return Declined(tuple(reasons))
     known = {} if known is None else known
@@ -583,8 +583,8 @@ def _more_workers_than_there_are(needed: int, most: int) -> str:
     return "wait for a job to end, or lower train.workers"
 
 
-def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: Demand) -> list[Reason]:
-    reasons = []
+def _unfit(region: Region, configured: RegionConfigurations, snapshot: Snapshot, demand: Demand) -> list[Reason]:
+    reasons, part = [], configured[0].part
     name, capacity = region.name, region.capacity
     devices, wanted = capacity.function_devices, demand.gpus or 1
     if devices is not None and devices < wanted:
@@ -592,7 +592,7 @@ def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: D
         return [Reason("INADMISSIBLE", text, "lower function.gpus, or keep the region out with regions.avoid")]
     if text := _gpu_memory(region, snapshot, demand):
         reasons.append(Reason("GPU_MEMORY", text, _SMALLER_STEPS))
-    if demand.chooses_batch and not holds_batch(region, snapshot, demand):
+    if demand.chooses_batch and not holds_batch(configured, region, snapshot, demand):
         most = demand.memory_mb or capacity.memory_mb
         text = f"a step of {demand.batch} samples does not fit into a function of {most} MB in {name}, as profiled"
         reasons.append(Reason("INADMISSIBLE", text, "raise function.memoryMb, or the region's capacity.memoryMb"))

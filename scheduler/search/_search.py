@@ -225,10 +225,13 @@ class PlanSearch:
         deadline, the cheapest."""
         if limits.possible and math.isinf(limits.deadline_seconds):
             return []
-        tried = [PlanCriteria("time", possible=True)]
-        if not (limits.possible and limits.minimise == "cost"):
-            tried.append(PlanCriteria("cost", limits.deadline_seconds, possible=True))
-        return [found[0] for other in tried if (found := self.best(other)) is not None]
+        found = [self._soonest[0]]
+        if limits.possible and limits.minimise == "cost":
+            return found
+        if math.isinf(limits.deadline_seconds):
+            return [*found, self._least[0]]
+        cheapest = self.best(PlanCriteria("cost", limits.deadline_seconds, possible=True))
+        return found if cheapest is None else [*found, cheapest[0]]
 
     def _best_climbed(
         self, starts: Sequence[tuple[EvaluatedPlans, PlanIndex]], limits: PlanCriteria

@@ -101,6 +101,12 @@ def fit_compute(points: Sequence[StepPoint], core_mbs: Sequence[float] = _CORE_M
 
     Points of one memory do not tell what memory buys: there it buys nothing. Raises ``ValueError`` for no points.
     """
+    return _fit_compute(tuple(points), tuple(core_mbs))
+
+
+@lru_cache(maxsize=2048)
+def _fit_compute(points: tuple[StepPoint, ...], core_mbs: tuple[float, ...]) -> Compute:
+    """Return it; cached, since every batch that a plan tries asks for each region's."""
     if len({point.memory_mb for point in points}) < 2:
         core_mbs = (0.0,)
     found: list[tuple[float, Compute]] = []
