@@ -106,12 +106,16 @@ class PlanEvaluation:
         self.ways, self.demand = ways, demand
         self._occasion, self._noise = occasion, noise or PRIOR_NOISE_SAMPLES
         self.sizes = np.array([own.shape[1] for own in figures])
-        self._table = np.empty((len(figures[0]), len(figures), int(self.sizes.max())))
+        # What all configurations of each region have in common is held once: of many regions that is most of all.
+        common = np.logical_and.reduce([(own == own[:, :1]).all(axis=1) for own in figures])
+        self._common = np.flatnonzero(common), np.array([own[common, 0] for own in figures]).T[:, :, None]
+        self._others = np.flatnonzero(~common), np.empty((int((~common).sum()), len(figures), int(self.sizes.max())))
         for place, own in enumerate(figures):
             # Regions with fewer configurations repeat their last one.
-            self._table[:, place, : own.shape[1]] = own
-            self._table[:, place, own.shape[1] :] = own[:, -1:]
-        self.configured = Staffs(*self._table)
+            self._others[1][:, place, : own.shape[1]] = own[~common]
+            self._others[1][:, place, own.shape[1] :] = own[~common, -1:]
+        each = self._others[1]
+        self.configured = self._staffs(np.broadcast_to(self._common[1], (int(common.sum()), *each.shape[1:])), each)
         """Every configuration of every region, shape (regions, configurations)."""
         self.samples = np.array(samples, float)
         self.least_samples = float(self.configured.step_samples.min(axis=1).sum())
@@ -171,10 +175,18 @@ class PlanEvaluation:
 
     def staffs(self, choice: Ints) -> Staffs:
         """Return the figures of staffings."""
-        figures, regions, most = self._table.shape
+        figures, regions, most = self._others[1].shape
         at = np.arange(regions)[:, None] * most + choice.T
+        chosen = self._others[1].reshape(figures, regions * most).take(at, axis=1)
         # Each region's figures lie together, as in `Staffs.of`.
-        return Staffs(*(figure.T for figure in self._table.reshape(figures, -1).take(at, axis=1)))
+        common = np.repeat(self._common[1], len(choice), axis=2)
+        return self._staffs(np.swapaxes(common, 1, 2), np.swapaxes(chosen, 1, 2))
+
+    def _staffs(self, common: Floats, others: Floats) -> Staffs:
+        """Return staffings of figures of both kinds, each of shape (figures, ...)."""
+        numbers = [*self._common[0].tolist(), *self._others[0].tolist()]
+        figures = dict(zip(numbers, [*common, *others], strict=True))
+        return Staffs(*(figures[number] for number in sorted(figures)))
 
     def _batch_points(self, factor: Floats) -> Floats:
         """Return what larger batches give up where the number of samples is fixed."""
@@ -240,7 +252,7 @@ class PlanEvaluation:
         return np.where(stays, interval, shorter), np.where(stays, whole, rounds)
 
     def _tried_intervals(self) -> tuple[int, ...]:
-        every = Staffs(*(figure.T for figure in self._table))
+        every = Staffs(*(getattr(self.configured, field.name).T for field in fields(Staffs)))
         fewest = float(self.loads(every)[0].min()) if self.demand.steps is None else float(self.demand.steps)
         return (*_SHORT_INTERVALS, *_INTERVALS) if fewest < FEWEST_ROUNDS * USUAL_INTERVAL else _INTERVALS
 
