@@ -9,10 +9,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler._course import Floats, Staffs, whole_model_step_seconds
 from scheduler._estimate import figures_of, overheads_of_whole_models, prices_of, worker_speed
@@ -126,13 +127,12 @@ class _Measured(RegionConfigurations):
 
     def __init__(self, steps: Steps, region: Region, samples: int, snapshot: Snapshot, demand: Demand) -> None:
         self._steps, self._region, self._snapshot = steps, region, snapshot
-        self._samples, self._demand = samples, demand
+        self._samples, self._demand, self._made = samples, demand, dict[int, ConfiguredPartition]()
         self.workers, self._devices = steps.workers, region.worker_devices(demand.gpus)
-        sizes, at = np.unique(steps.memory_mb, return_inverse=True)
-        given = [region.capacity.function_mb(mb) for mb in sizes.tolist()]
-        self.memory_mb, self._given, self._size = np.array(given, np.int64)[at], given, at
-        known = [collective_named(name).takes_k for name in collectives()]
-        chunks = np.where(np.array(known)[steps.collective], steps.chunks, 0)
+        sizes = sorted(set(steps.memory_mb.tolist()))
+        self._given, self._size = [region.capacity.function_mb(mb) for mb in sizes], np.searchsorted(sizes, steps.memory_mb)
+        self.memory_mb = np.array(self._given, np.int64)[self._size]
+        chunks = np.where(_take_k()[steps.collective], steps.chunks, 0)
         self.merges = np.where(steps.workers > 1, steps.collective * _MOST_CHUNKS + chunks, -1)
 
     @cached_property
@@ -162,7 +162,15 @@ class _Measured(RegionConfigurations):
         return self._one(same[int(self._steps.merge_seconds[same].argmin())])
 
     def _one(self, at: int) -> ConfiguredPartition:
-        return _measured_one(self._steps.one(at), self._region, self._samples, self._demand)
+        if at not in self._made:
+            self._made[at] = _measured_one(self._steps.one(at), self._region, self._samples, self._demand)
+        return self._made[at]
+
+
+@cache
+def _take_k() -> npt.NDArray[np.bool_]:
+    """Return of each collective whether it takes a K."""
+    return np.array([collective_named(name).takes_k for name in collectives()])
 
 
 def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> RegionConfigurations:
@@ -189,7 +197,7 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> Region
     found: list[ConfiguredPartition] = []
     if known is not None and demand.method is not None and METHODS[demand.method].by_region:
         found.append(_measured_one(_alone(known, region, counts, snapshot, demand), region, samples, demand))
-    elif measured is not None and rounds is None and np.isin(counts, measured.workers).all():
+    elif measured is not None and rounds is None and set(counts).issubset(measured.workers.tolist()):
         return _Measured(measured, region, samples, snapshot, demand)
     for count in counts:
         places = [] if measured is None else np.flatnonzero(measured.workers == count).tolist()

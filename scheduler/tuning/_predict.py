@@ -71,7 +71,7 @@ class Outcomes:
     """In memory."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MergeCosts:
     """Of one merge each."""
 

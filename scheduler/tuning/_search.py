@@ -9,7 +9,7 @@ in arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -125,7 +125,7 @@ def step_front(task: TaskModel, space: Space) -> Steps:
     USD of its requests together; those with the fewest workers first."""
     found: list[Steps] = []
     for name in _channels(task, space):
-        combined, costs = _grid(task, space, name)
+        combined, costs = _useful_grid(task, space, name)
         grid, merges = combined.grid, combined.grid.merges
         compute = step_seconds(task.compute, grid.batches, grid.memories_mb)
         fits = needed_mb(task.memory, grid.batches, task.model_bytes, merges.chunks) <= grid.memories_mb
@@ -156,16 +156,14 @@ def _unbeaten(
     by_workers, there = combined.by_workers, combined.there & fits[combined.by_workers]
     keys = (np.where(there, usd[by_workers], np.inf), combined.level, np.where(there, seconds[by_workers], np.inf))
     order = np.lexsort(keys, axis=-1)
-    paid, level = (np.take_along_axis(key, order, axis=-1) for key in keys[:2])
-    found = np.zeros(order.shape, bool)
-    for size in range(combined.levels):
-        up_to = np.where(level <= size, paid, np.inf)
-        before = np.minimum.accumulate(up_to, axis=-1)[:, :-1]
-        here = level == size
-        found[:, :1] |= here[:, :1]
-        found[:, 1:] |= here[:, 1:] & (before > paid[:, 1:])
-    found &= np.take_along_axis(there, order, axis=-1)
-    return np.take_along_axis(by_workers, order, axis=-1)[found]
+    rows, places = np.arange(len(order))[:, None], np.arange(order.shape[1] - 1)
+    paid, level = keys[0][rows, order], combined.level[rows, order]
+    up_to = np.where(level <= np.arange(combined.levels)[:, None, None], paid, np.inf)
+    before = np.minimum.accumulate(up_to, axis=-1)[level[:, 1:], rows, places]
+    found = np.ones(order.shape, bool)
+    found[:, 1:] = before > paid[:, 1:]
+    found &= there[rows, order]
+    return by_workers[rows, order][found]
 
 
 def _best(task: TaskModel, space: Space, limits: TuningLimits, *, by_cost: bool) -> Prediction | None:
@@ -194,13 +192,31 @@ def _evaluate(task: TaskModel, space: Space) -> Iterator[_Evaluated]:
 
 def _grid(task: TaskModel, space: Space, name: str) -> tuple[_Combined, MergeCosts]:
     """Every combination for one channel, with what its merge takes."""
+    combined, costs = _combined(space, name, _shares(task, space, name)), _merge_costs(task, space, name)
+    return combined, costs.at(combined.at)
+
+
+def _useful_grid(task: TaskModel, space: Space, name: str) -> tuple[_Combined, MergeCosts]:
+    """The same of those that may be in a `step_front`, whatever a worker's step and its memory take."""
+    costs = _merge_costs(task, space, name)
+    combined = _useful(space, name, _shares(task, space, name), costs)
+    return combined, costs.at(combined.at)
+
+
+def _shares(task: TaskModel, space: Space, name: str) -> tuple[float, ...]:
     channel = next(one for one in task.channels if one.name == name)
-    shares = tuple(share_of(memory_mb, channel.full_rate_mb) for memory_mb in space.memories_mb)
-    combined = _combined(space, name, shares)
+    return tuple(share_of(memory_mb, channel.full_rate_mb) for memory_mb in space.memories_mb)
+
+
+def _merge_costs(task: TaskModel, space: Space, name: str) -> MergeCosts:
+    channel = next(one for one in task.channels if one.name == name)
     correction = task.corrections.get(name, Correction())
     grouped = not task.progress.staleness
-    costs = _costs(space, channel, shares, task.model_bytes, correction, faithful=task.faithful, grouped=grouped)
-    return combined, costs.at(combined.at)
+    # They do not depend on the batch.
+    return _costs(
+        replace(space, batches=(1,)), channel, _shares(task, space, name), task.model_bytes, correction,
+        faithful=task.faithful, grouped=grouped,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -253,6 +269,32 @@ def _combined(space: Space, name: str, shares: tuple[float, ...]) -> _Combined:
     grid = ConfigurationGrid(
         name, np.array(space.memories_mb, float)[memory], np.array(space.batches, float)[batch], merges
     )
+    return _in_rows(grid, once, at)
+
+
+@lru_cache(maxsize=1024)
+def _useful(space: Space, name: str, shares: tuple[float, ...], costs: MergeCosts) -> _Combined:
+    """Return the combinations without those whose merge another one of as many workers equals or beats in seconds, USD
+    and the memory of an owner."""
+    every = _combined(space, name, shares)
+    once, keeps = every.once, np.ones(len(every.once.workers), bool)
+    for share, workers in {*zip(once.share.tolist(), once.workers.tolist(), strict=True)}:
+        own = np.flatnonzero((once.share == share) & (once.workers == workers))
+        seconds, usd, chunks = costs.seconds[own], costs.usd[own], once.chunks[own]
+        # Of equal ones the first stays.
+        beats = (usd[:, None] < usd) | ((usd[:, None] == usd) & np.triu(np.ones((len(own), len(own)), bool), 1))
+        beats &= (seconds[:, None] <= seconds) & (chunks[:, None] >= chunks)
+        keeps[own] = ~beats.any(axis=0)
+    left = keeps[every.at]
+    grid, merges = every.grid, every.grid.merges
+    kept = Merges(merges.collective[left], merges.workers[left], merges.chunks[left], merges.share[left])
+    return _in_rows(
+        ConfigurationGrid(name, grid.memories_mb[left], grid.batches[left], kept), once, every.at[left]
+    )
+
+
+def _in_rows(grid: ConfigurationGrid, once: Merges, at: npt.NDArray[np.int64]) -> _Combined:
+    merges = grid.merges
     rows = [np.flatnonzero(merges.workers == workers) for workers in np.unique(merges.workers)]
     by_workers, there = np.zeros((2, len(rows), max(map(len, rows), default=0)), np.int64)
     for number, places in enumerate(rows):
