@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,12 @@ class PlanEvaluation:
         numbers = [*self._common[0].tolist(), *self._others[0].tolist()]
         figures = dict(zip(numbers, [*common, *others], strict=True))
         return Staffs(*(figures[number] for number in sorted(figures)))
+
+    @cached_property
+    def least_batch_points(self) -> float:
+        """Points that the smallest global batch of all staffings gives up."""
+        factor = samples_factor(np.array([self.least_samples]), self._compared_samples, self._noise)
+        return float(self._batch_points(factor)[0])
 
     def _batch_points(self, factor: Floats) -> Floats:
         """Return what larger batches give up where the number of samples is fixed."""

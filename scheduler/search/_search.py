@@ -53,6 +53,8 @@ _MOST_LOOKED_AT = 12
 """Changes of which all intervals and exchanges are evaluated: those that are best with the present ones."""
 _LEAST_GAIN = 1e-9
 """Gain of a change below which it is rounding, as a share of the objective."""
+_ROUNDING_POINTS = 1e-6
+"""Points by which two ways to compute them may differ."""
 _MOST_JOINED = 256
 """Changes that are looked at for those that help together."""
 _MOST_STARTS = 3
@@ -103,8 +105,13 @@ class PlanSearch:
 
     def best(self, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
         """Return the best plan within the limits; None: no plan keeps them."""
-        careful = limits.progress and not limits.possible
+        careful = limits.progress and not limits.possible and self._may_be_careful
         return (careful and self._best(replace(limits, careful=True))) or self._best(limits)
+
+    @property
+    def _may_be_careful(self) -> bool:
+        """Whether some staffing may give up no more points than the tolerance: the smallest global batch must."""
+        return self.evaluation.least_batch_points <= max(0.0, self.evaluation.demand.tolerance) + _ROUNDING_POINTS
 
     def roughly(self, limits: PlanCriteria) -> tuple[float, ...]:
         """Return 0, the objective's measure and the other one, with copies, of the best pace that was tried; or 1 and
