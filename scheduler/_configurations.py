@@ -130,7 +130,10 @@ class _Measured(RegionConfigurations):
         self._samples, self._demand, self._made = samples, demand, dict[int, ConfiguredPartition]()
         self.workers, self._devices = steps.workers, region.worker_devices(demand.gpus)
         sizes = sorted(set(steps.memory_mb.tolist()))
-        self._given, self._size = [region.capacity.function_mb(mb) for mb in sizes], np.searchsorted(sizes, steps.memory_mb)
+        self._given, self._size = (
+            [region.capacity.function_mb(mb) for mb in sizes],
+            np.searchsorted(sizes, steps.memory_mb),
+        )
         self.memory_mb = np.array(self._given, np.int64)[self._size]
         chunks = np.where(_take_k()[steps.collective], steps.chunks, 0)
         self.merges = np.where(steps.workers > 1, steps.collective * _MOST_CHUNKS + chunks, -1)
@@ -199,12 +202,13 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> Region
         found.append(_measured_one(_alone(known, region, counts, snapshot, demand), region, samples, demand))
     elif measured is not None and rounds is None and set(counts).issubset(measured.workers.tolist()):
         return _Measured(measured, region, samples, snapshot, demand)
+    usual = unmeasured_mb(region, snapshot, demand), worker_speed(region, snapshot)
     for count in counts:
         places = [] if measured is None else np.flatnonzero(measured.workers == count).tolist()
         if measured is not None and places:
             found += [_measured_one(measured.one(at), region, samples, demand) for at in places]
         else:
-            found.append(_unmeasured_one(region, samples, count, snapshot, demand))
+            found.append(_unmeasured_one(region, samples, count, usual, snapshot, demand))
     return _Listed(found if rounds is None else [_in_rounds(one, rounds) for one in found], region, snapshot)
 
 
@@ -260,11 +264,11 @@ def _profiled(region: Region, snapshot: Snapshot, demand: Demand) -> TaskProfile
 
 
 def _unmeasured_one(
-    region: Region, samples: int, count: int, snapshot: Snapshot, demand: Demand
+    region: Region, samples: int, count: int, usual: tuple[int, float], snapshot: Snapshot, demand: Demand
 ) -> ConfiguredPartition:
-    """Return the configuration with a number of workers of which no profile tells."""
-    memory_mb = unmeasured_mb(region, snapshot, demand)
-    speed, merge = worker_speed(region, snapshot), _ran_merge(region, count, snapshot, demand)
+    """Return the configuration with a number of workers of which no profile tells. ``usual``: the memory and the speed
+    of a worker."""
+    (memory_mb, speed), merge = usual, _ran_merge(region, count, snapshot, demand)
     part = PlannedPartition(
         region.name, samples, count, demand.batch, memory_mb, 1, speed, merge_seconds=merge,
         largest_share=_largest_share(count, int(demand.merging.get("k", 0)), demand),

@@ -71,7 +71,8 @@ worker in a probe runs alone: next to all others it is rather slower."""
 class _LinkBytes(Mapping[str, int]):
     """Bytes by link, as "source>destination": of the updates of all rounds, and of copies.
 
-    The model that all begin with is made, or fetched, by each region. The texts are made when they are read: a plan of a thousand regions has a million of them.
+    The model that all begin with is made, or fetched, by each region. The texts are made when they are read: a plan of
+    a thousand regions has a million of them.
     """
 
     def __init__(self, sent: Mapping[str, Mapping[str, int]], rounds: int, copied: Mapping[str, int]) -> None:
@@ -132,18 +133,22 @@ def contact_seconds(topology: Topology) -> float:
     return 3 * topology.longest_rtt_seconds
 
 
-def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> PlanEstimate:
+def estimate(
+    plan: Plan, snapshot: Snapshot, links: Links | None = None, topology: Topology | None = None
+) -> PlanEstimate:
     """Predict a plan by the cost model (`course`), with bounds by what its figures rest on.
 
-    ``links``: those of the snapshot between the plan's regions, if they are known.
+    ``links``: those of the snapshot between the plan's regions, if they are known. ``topology``: the plan's over them,
+    for updates of about the plan's size, if it is known.
 
     Shards that are processed elsewhere are transferred first, each over a link of its own, while nothing is computed.
     """
     regions = {region.name: region for region in snapshot.regions}
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
     basis = basis_of([regions[part.region] for part in plan.partitions], snapshot)
-    links = links or links_of([regions[part.region] for part in plan.partitions])
-    topology = topology_of(plan, links, update_bytes(model_bytes, plan.codec, plan.rounds, plan.sent_share))
+    size = update_bytes(model_bytes, plan.codec, plan.rounds, plan.sent_share)
+    if topology is None or topology.update_bytes != size:
+        topology = topology_of(plan, links or links_of([regions[part.region] for part in plan.partitions]), size)
     occasion = occasion_of(plan.partitions, plan.copies, plan.slice_seconds, snapshot)
     figures = [[figures_of([part], regions[part.region], snapshot)[0] for part in plan.partitions]]
     took = course(

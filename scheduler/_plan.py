@@ -178,13 +178,13 @@ class _Problem:
         )
         return replace(
             plan,
-            estimate=estimate(plan, snapshot, self.ways.links),
+            estimate=estimate(plan, snapshot, self.ways.links, way.topology),
             warnings=_warnings_of(plan, demand, snapshot),
             alternatives=alternatives(self.search, self.fronts, self.ways, evaluated, place, demand, limits),
         )
 
     def _learning(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> Learning:
-        measured = noise_samples(self.placed.snapshot.profiles.values())
+        measured = self.search.evaluation.measured_noise
         return Learning(
             samples_factor=float(evaluated.factor[place.staff]),
             points=self.search.given_up(evaluated, place, replace(limits, progress=True)),

@@ -105,7 +105,7 @@ class PlanEvaluation:
         """``figures``: by region, `Staffs.figures` of its configurations, shape (figures, configurations).
         ``samples``: of each region's shards. ``noise``: the measured noise scale in samples."""
         self.ways, self.demand = ways, demand
-        self._occasion, self._noise = occasion, noise or PRIOR_NOISE_SAMPLES
+        self._occasion, self.measured_noise, self._noise = occasion, noise, noise or PRIOR_NOISE_SAMPLES
         self.sizes = np.array([own.shape[1] for own in figures])
         # What all configurations of each region have in common is held once: of many regions that is most of all.
         common = np.logical_and.reduce([(own == own[:, :1]).all(axis=1) for own in figures])

@@ -105,11 +105,11 @@ class PlanSearch:
 
     def best(self, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
         """Return the best plan within the limits; None: no plan keeps them."""
-        careful = limits.progress and not limits.possible and self._may_be_careful
+        careful = limits.progress and not limits.possible and self.may_be_careful
         return (careful and self._best(replace(limits, careful=True))) or self._best(limits)
 
     @property
-    def _may_be_careful(self) -> bool:
+    def may_be_careful(self) -> bool:
         """Whether some staffing may give up no more points than the tolerance: the smallest global batch must."""
         return self.evaluation.least_batch_points <= max(0.0, self.evaluation.demand.tolerance) + _ROUNDING_POINTS
 

@@ -288,9 +288,7 @@ def _useful(space: Space, name: str, shares: tuple[float, ...], costs: MergeCost
     left = keeps[every.at]
     grid, merges = every.grid, every.grid.merges
     kept = Merges(merges.collective[left], merges.workers[left], merges.chunks[left], merges.share[left])
-    return _in_rows(
-        ConfigurationGrid(name, grid.memories_mb[left], grid.batches[left], kept), once, every.at[left]
-    )
+    return _in_rows(ConfigurationGrid(name, grid.memories_mb[left], grid.batches[left], kept), once, every.at[left])
 
 
 def _in_rows(grid: ConfigurationGrid, once: Merges, at: npt.NDArray[np.int64]) -> _Combined:

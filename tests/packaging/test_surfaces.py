@@ -230,6 +230,7 @@ SURFACES = {
         "Space",
         "Step",
         "StepPoint",
+        "Steps",
         "TaskModel",
         "cheapest",
         "configurations",

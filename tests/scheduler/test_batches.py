@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.planner_draws import drawn_demand, drawn_federation
+from support.planner_draws import best_score, drawn_demand, drawn_federation, problem_of
 
 from scheduler import BatchPlanner, Capacity, Declined, Demand, Link, Plan, Planner, Region, Snapshot, tried_batches
+from scheduler._plan import limits_of
+from scheduler.search import _staffings
 from scheduler.search._search import OTHER_WORTH, POINT_WORTH
 from scheduler.tuning import NormPair, StepPoint
 from tests.scheduler.test_plan import demand, region
@@ -113,6 +115,26 @@ def _score(found: Plan | Declined, noise: float, wanted: Demand) -> float:
     own = (found.estimate.usd.expected, found.estimate.seconds.expected)
     main, other = own if wanted.minimise == "cost" else own[::-1]
     return math.log(main * samples) + OTHER_WORTH * math.log(other) + POINT_WORTH * found.learning.points
+
+
+def test_where_even_the_smallest_global_batch_gives_up_too_much_a_search_finds_no_careful_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that none needs to be searched for."""
+    monkeypatch.setattr(_staffings, "MOST_ENUMERATED", 0)
+    skipped = 0
+    for seed in range(24):
+        rng = random.Random(seed)
+        snapshot = drawn_federation(rng, regions=2 + seed % 3)
+        wanted = replace(drawn_demand(rng, snapshot), chooses_batch=True, steps=None, epochs=10 ** rng.uniform(0, 1.5))
+        for batch in (4, 16, 64):
+            problem = problem_of(snapshot, replace(wanted, batch=batch, least_batch=4))
+            if isinstance(problem, Declined) or problem.search.may_be_careful:
+                continue
+            limits = replace(limits_of(wanted), careful=True)
+            assert math.isinf(best_score(problem.search, limits))
+            skipped += 1
+    assert skipped > 5
 
 
 def _sharing(snapshot: Snapshot) -> Callable[[int], Planner]:
