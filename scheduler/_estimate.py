@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import combinations
@@ -97,6 +97,10 @@ class _LinkBytes(Mapping[str, int]):
 
     def __len__(self) -> int:
         return len(self._by_link)
+
+    def items(self) -> ItemsView[str, int]:
+        """Return links with their bytes, without looking up each."""
+        return self._by_link.items()
 
     def __deepcopy__(self, memo: object) -> Mapping[str, int]:
         # Nothing changes it: what is made of a plan's fields may hold the same one.
