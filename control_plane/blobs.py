@@ -26,6 +26,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _REMOVED = "removed-"
 """Prefix of files that remain to be deleted."""
 _DAY_SECONDS = 86_400.0
+"""Seconds of a day: files are kept by days."""
 _KNOWN_FOLDERS = 64
 """Archives whose lists of parts, of 10,000 digests at most, are held in memory."""
 

@@ -31,6 +31,7 @@ SENDING = "sending"
 """Folder in the state directory for temporary files of shards that are sent to other regions."""
 _SHARED_MEMORY = Path("/dev/shm")
 _DAY_SECONDS = 86_400.0
+"""Seconds of a day: ages in region files are in days."""
 _LEAST_SECONDS = 60.0
 """Shortest time for which anything is kept, so that a sweep takes nothing of a job that is just beginning."""
 _LEAST_CHANNEL_SECONDS = 3600.0

@@ -31,6 +31,7 @@ MERGE_SECONDS = 0.004
 _LEAST_ROOM_SECONDS = 1e-3
 """Least time of an invocation, in seconds: time is billed in milliseconds."""
 _SECONDS_PER_HOUR = 3600.0
+"""Seconds of an hour: prices of machines are by the hour."""
 
 
 def step_seconds(part: PlannedPartition) -> float:

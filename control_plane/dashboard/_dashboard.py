@@ -66,6 +66,7 @@ _SAMPLED = 1000
 _TIMED = 600
 """Limit of the rounds in the timelines of a job's regions, with equal numbers for each: the last ones."""
 _MOST_COMPARED = 8
+"""Limit of the jobs on one page of comparison: more lines in a chart cannot be told apart."""
 _STREAMS = 20
 """Limit of a user's pages that are kept up to date; the others show how things stood when they were loaded."""
 _SERIES_SECONDS = 2.0
@@ -73,10 +74,13 @@ _SERIES_SECONDS = 2.0
 _SERIES_TIMES = 10.0
 """They are kept for so many times the time that they took, if that is longer."""
 _MOST_SERIES = 100
+"""Limit of the jobs whose charts are kept in memory."""
 _LEAST_SECONDS = 1.0
 """Least time between two events of a stream."""
 _KEEP_ALIVE_SECONDS = 15.0
+"""Longest pause in a stream: proxies close connections on which nothing is sent for 30 to 60 s."""
 _OVERVIEW_SECONDS = 3.0
+"""Least time between two versions of the overview, which concerns all jobs and regions."""
 _REASON = "requested on the dashboard"
 _STATIC = Path(__file__).parent / "static"
 

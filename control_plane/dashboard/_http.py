@@ -13,6 +13,7 @@ __all__ = ["HEADERS", "KEPT", "form_of", "local", "named", "require_same_origin"
 _FORM_BYTES = 64 << 10
 """Limit of a form's size as it is sent."""
 _FORM_FIELDS = 1000
+"""Limit of a form's fields. The largest form here has about 20."""
 HEADERS = {
     # Plotly sets styles of the elements that it draws.
     "Content-Security-Policy": (

@@ -14,6 +14,7 @@ import numpy as np
 
 HOSPITALS = ["north", "south", "west"]
 TEST_PART = 0.25
+"""Part of a hospital's patients who are kept for evaluation."""
 
 
 def main():

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from region_agent.config._section import Section
-from region_agent.config._types import RegionName, RoleName
+from region_agent.config._types import Float, Int, RegionName, RoleName
 from region_agent.worker.data.formats import check_format
 from region_agent.worker.data.spec import FormatSpec
 
@@ -18,10 +18,10 @@ class SplitConfig(Section):
 
     uri: str
     """Address of the data: a path, `file://`, or `s3://bucket/key`. One that ends with `/` is a folder."""
-    samples: Annotated[int, Field(ge=0)] | None = None
+    samples: Annotated[Int, Field(ge=0)] | None = None
     """Length of the task's dataset of this split; required unless the dataset has a `format`, whose samples are
     counted."""
-    clients: Annotated[int, Field(ge=1)] | None = None
+    clients: Annotated[Int, Field(ge=1)] | None = None
     """Number of clients whose samples the split has, for jobs with `clients` (docs/clients.md). Where the `format` has
     `clients`, they are counted."""
 
@@ -39,11 +39,11 @@ class SplitConfig(Section):
 class PrivacyBudget(Section):
     """How much of a shard may be told by what is trained on it (docs/privacy.md)."""
 
-    epsilon: Annotated[float, Field(gt=0, le=1000)]
+    epsilon: Annotated[Float, Field(gt=0, le=1000)]
     """Most that all jobs together may spend, for ever."""
-    delta: Annotated[float, Field(gt=0, lt=1)]
+    delta: Annotated[Float, Field(gt=0, lt=1)]
     """Probability with which epsilon may not hold; less than one by the number of samples."""
-    honest_regions: Annotated[int, Field(ge=1)] | None = None
+    honest_regions: Annotated[Int, Field(ge=1)] | None = None
     """With `level: region` and secure aggregation: regions, this one included, whose noise counts, since their
     operators neither leave it out nor tell it. Default: `privacy.minRegions` - 1 of the job, whichever regions the
     control plane has chosen. 1: only the noise that this region adds itself."""
@@ -76,7 +76,7 @@ class DatasetConfig(Section):
     `privacy.differential` that keep within it, whatever the control plane says. Metrics of its `test` split, which have
     no noise, leave only with `minimumCount`. Default: any job."""
 
-    minimum_count: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
+    minimum_count: Annotated[Int, Field(ge=2, le=1_000_000)] | None = None
     """Fewest test samples of which metrics leave the region, and fewest in a bin of a histogram, or with a label that a
     profile counts (docs/privacy.md). Default: any number; 10 with a label."""
 

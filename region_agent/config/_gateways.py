@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from geofed_pb.platforms import PLATFORMS
 from region_agent.config._section import Section
+from region_agent.config._types import Float, Int
 
 __all__ = [
     "DockerGateway",
@@ -123,15 +124,15 @@ class KubernetesGateway(Section):
     `~/.kube/config`."""
     context: str | None = None
     """Context in the kubeconfig. Default: its current one."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    port: Annotated[Int, Field(ge=0, le=65535)] = 0
     """Port of this agent to which functions connect, at `server.workerHost`. 0: any free one."""
     cpu: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?m?$")] = "1"
     """Cores of a function, as in Kubernetes: `2`, `500m`."""
-    gpus: Annotated[int, Field(ge=0, le=64)] = 0
+    gpus: Annotated[Int, Field(ge=0, le=64)] = 0
     """GPUs of a function."""
     gpu_resource: LabelKey = "nvidia.com/gpu"
     """Name of the GPUs' resource."""
-    scratch_mb: Annotated[int, Field(ge=64)] = 10240
+    scratch_mb: Annotated[Int, Field(ge=64)] = 10240
     """Most disk space of a function, in MB."""
     placement: PlacementConfig = PlacementConfig()
     """Nodes for functions."""
@@ -146,9 +147,9 @@ class KubernetesGateway(Section):
     """Priority class of the functions. Default: the cluster's."""
     runtime_class: KubernetesName | None = None
     """Runtime class of the functions, such as one for gVisor. Default: the cluster's."""
-    user: Annotated[int, Field(ge=1)] = 10001
+    user: Annotated[Int, Field(ge=1)] = 10001
     """User and group ID of the functions."""
-    start_seconds: Annotated[float, Field(gt=0, le=3600)] = PLATFORMS["kubernetes"].start_seconds
+    start_seconds: Annotated[Float, Field(gt=0, le=3600)] = PLATFORMS["kubernetes"].start_seconds
     """Longest time until a function has a node, its image, and has connected."""
 
 
@@ -168,7 +169,7 @@ class LambdaGateway(Section):
     """ARN of the role that functions have. Job code can use its rights, so it needs as few as docs/lambda.md says."""
     aws_region: Annotated[str, Field(pattern=r"^[a-z]{2,4}(-[a-z]+)+-[0-9]$")] | None = None
     """AWS region of the functions. Default: that of the agent's AWS configuration."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    port: Annotated[Int, Field(ge=0, le=65535)] = 0
     """Port of this agent to which functions connect, at `server.workerHost`. 0: any free one."""
     subnets: Annotated[tuple[Annotated[str, Field(pattern=r"^subnet-[0-9a-z]+$")], ...], Field(max_length=16)] = ()
     """Subnets of a VPC to which functions are attached, from which they reach the agent, the channel and the data.
@@ -179,15 +180,15 @@ class LambdaGateway(Section):
     """Security groups of functions in these subnets; they need to allow no incoming connection."""
     architecture: Literal["x86_64", "arm64"] = "x86_64"
     """Architecture of the image."""
-    scratch_mb: Annotated[int, Field(ge=_SCRATCH_MB[0], le=_SCRATCH_MB[1])] = 2048
+    scratch_mb: Annotated[Int, Field(ge=_SCRATCH_MB[0], le=_SCRATCH_MB[1])] = 2048
     """Disk space of a function, in MB; more than 512 costs extra."""
-    life_seconds: Annotated[int, Field(ge=30, le=int(_LIFE_SECONDS))] = int(_LIFE_SECONDS)
+    life_seconds: Annotated[Int, Field(ge=30, le=int(_LIFE_SECONDS))] = int(_LIFE_SECONDS)
     """Time limit of an invocation, in seconds. A replica is replaced by another invocation before."""
-    reserved_concurrency: Annotated[int, Field(ge=1)] | None = None
+    reserved_concurrency: Annotated[Int, Field(ge=1)] | None = None
     """Concurrent invocations that are reserved for each job's function, and its most: one more than the workers of a
     job at least, and better a quarter more, since some are replaced at the same time. Default: none; functions share
     what the account has."""
-    start_seconds: Annotated[float, Field(gt=0, le=3600)] = _LAMBDA.start_seconds
+    start_seconds: Annotated[Float, Field(gt=0, le=3600)] = _LAMBDA.start_seconds
     """Longest time until a function has been made, its image is there, and an invocation has connected."""
 
     @model_validator(mode="after")
@@ -217,21 +218,21 @@ class ScfGateway(Section):
     """Namespace of the functions; it has 50 functions at most."""
     role: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,=@-]{1,128}$")] | None = None
     """Name of the role that functions have. Job code can use its rights. Default: none."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    port: Annotated[Int, Field(ge=0, le=65535)] = 0
     """Port of this agent to which functions connect, at `server.workerHost`. 0: any free one."""
     vpc: Annotated[str, Field(pattern=r"^vpc-[0-9a-z]+$")] | None = None
     """VPC to which functions are attached. Default: none; the agent then has a public address."""
     subnet: Annotated[str, Field(pattern=r"^subnet-[0-9a-z]+$")] | None = None
     """Subnet of the VPC."""
-    life_seconds: Annotated[int, Field(ge=30, le=int(_SCF.life_seconds or 0))] = int(_SCF.life_seconds or 0)
+    life_seconds: Annotated[Int, Field(ge=30, le=int(_SCF.life_seconds or 0))] = int(_SCF.life_seconds or 0)
     """Time limit of an invocation, in seconds. A replica is replaced by another invocation before."""
-    reserved_concurrency: Annotated[int, Field(ge=1)] | None = None
+    reserved_concurrency: Annotated[Int, Field(ge=1)] | None = None
     """Concurrent invocations whose memory is reserved for each job's function, and its most: one more than the workers
     of a job at least, and better a quarter more, since some are replaced at the same time. Default: none; functions
     share what the account has."""
     endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/@]+$")] = "https://scf.tencentcloudapi.com"
     """Address of the API. Within Tencent Cloud's network: `https://scf.internal.tencentcloudapi.com`."""
-    start_seconds: Annotated[float, Field(gt=0, le=3600)] = _SCF.start_seconds
+    start_seconds: Annotated[Float, Field(gt=0, le=3600)] = _SCF.start_seconds
     """Longest time until a function has been made, its image is there, and an invocation has connected."""
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from region_agent.config._section import Section
-from region_agent.config._types import DateText, NotNegative, Positive
+from region_agent.config._types import DateText, Int, NotNegative, Positive
 
 
 class DevicesConfig(Section):
@@ -15,23 +15,23 @@ class DevicesConfig(Section):
 
     kind: Annotated[str, Field(min_length=1, max_length=100)]
     """What they are, such as `NVIDIA H100`."""
-    count: Annotated[int, Field(ge=1, le=1024)]
+    count: Annotated[Int, Field(ge=1, le=1024)]
     """Number of devices for all functions together."""
-    memory_mb: Annotated[int, Field(ge=1)] | None = None
+    memory_mb: Annotated[Int, Field(ge=1)] | None = None
     """Memory of one device, in MB."""
 
 
 class CapacityConfig(Section):
     """Capacity of the region for all jobs together."""
 
-    workers: Annotated[int, Field(ge=0, le=1024)]
+    workers: Annotated[Int, Field(ge=0, le=1024)]
     """Number of workers that run at the same time. 0: the region only holds data, which other regions may process if
     its residency allows it."""
-    memory_mb: Annotated[int, Field(ge=128)] = 2048
+    memory_mb: Annotated[Int, Field(ge=128)] = 2048
     """Largest memory of one function, in MB."""
     samples_per_second: Positive | None = None
     """Rate of one worker, if the operator knows it. Default: measured."""
-    preemptible: Annotated[int, Field(ge=0, le=1024)] = 0
+    preemptible: Annotated[Int, Field(ge=0, le=1024)] = 0
     """Number of additional workers that the cloud may take away at any time."""
     cores: NotNegative | None = None
     """Cores that all functions share, for plans of pipelines. 0: each function has its own. Default: the cores of this

@@ -13,7 +13,7 @@ from geofed_pb.address import bracketed
 from geofed_pb.bounds import SECRET_NAME
 from geofed_pb.user_code.images import is_image_entry
 from region_agent.config._section import Section
-from region_agent.config._types import NotNegative, Port, RoleName
+from region_agent.config._types import Float, Int, NotNegative, Port, RoleName
 
 
 def _network(text: str) -> str:
@@ -31,9 +31,9 @@ class PolicyConfig(Section):
 
     accept_jobs: bool = True
     """Whether the region takes jobs."""
-    max_workers_per_job: Annotated[int, Field(ge=1)] | None = None
+    max_workers_per_job: Annotated[Int, Field(ge=1)] | None = None
     """Largest number of workers of one job. Default: all that the region has. `acceptJobs: false` takes no jobs."""
-    max_disk_mb_per_job: Annotated[int, Field(ge=1)] | None = None
+    max_disk_mb_per_job: Annotated[Int, Field(ge=1)] | None = None
     """Most disk space of one job, in MB: state of its parameter server, shards of other regions, files of its workers,
     and its channel if that is a folder on the disk. A job that takes more fails with `LIMIT_EXCEEDED`. Default: what
     the disk has, except for a reserve."""
@@ -56,7 +56,7 @@ class PolicyConfig(Section):
     """Container images that jobs may name in `task.image`: `REGISTRY/NAME@sha256:DIGEST`, `REGISTRY/NAME:TAG`, or the
     beginning of images, which ends with `/`, `:` or `@`. Not for the embedded gateway. Default: none, jobs run in
     `gateway.image`."""
-    secure_regions: Annotated[int, Field(ge=3)] | None = None
+    secure_regions: Annotated[Int, Field(ge=3)] | None = None
     """Fewest regions over which updates of this region may be summed up: the region takes only jobs with
     `privacy.secureAggregation` and at least so many regions, whatever the control plane says. Default: any job."""
     peer_networks: tuple[Annotated[str, AfterValidator(_network)], ...] | None = None
@@ -99,11 +99,11 @@ class TaskPackagesConfig(Section):
     """Folder with wheels."""
     allow: tuple[str, ...] | None = None
     """Names of the packages that tasks may install, with all that these require. Default: all."""
-    seconds: Annotated[float, Field(gt=0, le=3600)] = 600.0
+    seconds: Annotated[Float, Field(gt=0, le=3600)] = 600.0
     """Limit of the time that one installation takes."""
-    max_mb: Annotated[int, Field(ge=1)] = 2048
+    max_mb: Annotated[Int, Field(ge=1)] = 2048
     """Most disk space of the packages of one task, in MB."""
-    keep_mb: Annotated[int, Field(ge=1)] = 8192
+    keep_mb: Annotated[Int, Field(ge=1)] = 8192
     """Disk space from which on packages that no job uses are removed, the least recently used ones first."""
 
     @model_validator(mode="after")

@@ -5,13 +5,17 @@ from __future__ import annotations
 from datetime import date
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, Strict
 
 from geofed_pb.address import bracketed
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Port = Annotated[int, Field(ge=1, le=65535)]
+Int = Annotated[int, Strict()]
+"""A whole number. What is quoted is text, and `true` is no number."""
+Float = Annotated[float, Strict()]
+"""A number. What is quoted is text, and `true` is no number."""
+Positive = Annotated[Float, Field(gt=0)]
+NotNegative = Annotated[Float, Field(ge=0)]
+Port = Annotated[Int, Field(ge=1, le=65535)]
 RegionName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
 RoleName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
 Host = Annotated[str, AfterValidator(bracketed)]

@@ -38,7 +38,9 @@ __all__ = ["HandlerProcess", "main"]
 _FRAME = struct.Struct(">IQ")
 """Sizes of a frame's header and body."""
 _MOST_HEADER_BYTES = 1 << 20
+"""Limit of a frame's header, which is JSON."""
 _MOST_BODY_BYTES = 1 << 30
+"""Limit of a frame's body: that of a request or response of a function."""
 _LOOK_SECONDS = 0.1
 """Interval at which a call looks whether its caller is still there."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 10.0

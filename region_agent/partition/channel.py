@@ -27,6 +27,7 @@ METERED = ("puts", "gets", "misses", "looks", "waits", "deletes", "lists", "byte
 _PREFIX = "geofed"
 """Prefix of all keys and users in Redis."""
 _REDIS_PORT = 6379
+"""Port of Redis where an address names none."""
 _CHECK_JOB = "doctor"
 """Used in place of a job's name by `RegionChannel.check`; no job has it, since jobs end with a hyphen and digits."""
 _WORKER_COMMANDS = (

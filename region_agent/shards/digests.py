@@ -26,6 +26,7 @@ __all__ = ["DATA_KEY", "DataDigests", "JobDigests"]
 DATA_KEY = "data.key"
 """Name of the file, in the agent's state directory, with the key of digests with a key: 64 hexadecimal digits."""
 _KEY_BYTES = 32
+"""Bytes of the key of HMAC-SHA-256: as many as its digest has."""
 _BLOCK_BYTES = 1 << 20
 """Bytes that are read at a time."""
 

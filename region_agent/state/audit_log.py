@@ -31,6 +31,7 @@ AUDIT_KEY = "audit.key"
 _JOB_BYTES = 100
 """Longest ID of a job, profile or probe in the log."""
 _SIGNATURE_BYTES = 64
+"""Bytes of a signature of Ed25519."""
 _MOST_NAMES = 100
 """Removed files of one kind that an entry names; it counts all."""
 _ENDS = frozenset({"finished", "failed", "stopped"})

@@ -14,6 +14,7 @@ from sync.collective import Correction, Merges, merge_terms
 Floats = npt.NDArray[np.float64]
 
 _MB = float(1 << 20)
+"""Bytes of the megabyte in which functions' memory is stated."""
 _SECONDS_PER_HOUR = 3600.0
 """Seconds of an hour: prices of machines are by the hour."""
 _HELD_VECTORS = 3.0

@@ -38,6 +38,9 @@ __all__ = [
     "codec_named",
     "codecs",
     "decoded",
+    "is_list_format",
+    "list_formats",
+    "merge_codecs",
     "merged_size_factor",
     "with_state",
 ]
@@ -74,6 +77,24 @@ def codecs(least: Automatic = Automatic.NEVER) -> tuple[str, ...]:
 def codec_named(name: str) -> Codec:
     """Return the codec of that name. Raises ``GeofedError("CONFIG_INVALID")`` if it is unknown."""
     return _REGISTRY.named(name)
+
+
+def list_formats() -> tuple[str, ...]:
+    """Return the names of the formats in which the values of a list of entries are encoded."""
+    return tuple(VALUE_FORMATS)
+
+
+def is_list_format(codec: str) -> bool:
+    """Return whether the name is of no codec of whole vectors, but of a format of the values of lists."""
+    return codec in VALUE_FORMATS and codec not in _REGISTRY.all
+
+
+@cache
+def merge_codecs() -> tuple[str, ...]:
+    """Return what a job file may give as the codec of a merge by owners (`merge.codec`), the least lossy first: codecs
+    of whole vectors, then formats that omit zeros where that is smaller."""
+    dense = [name for name in codecs() if codec_named(name).merges]
+    return (*dense, *(name for name in VALUE_FORMATS if is_list_format(name)))
 
 
 def merged_size_factor(codec: str) -> float:

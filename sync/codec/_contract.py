@@ -54,6 +54,9 @@ class Codec(Protocol):
     """Whether job files may name it."""
     in_blocks: bool = False
     """Whether coordinates share a scale. State that no gradient trains is then sent in float32 (`Mixed`)."""
+    merges: bool = True
+    """Whether workers of a region may merge with it in each step (`merge.codec`). Codecs that hold most of an update
+    back may not: a step would apply the gradients of many steps before."""
     masked: str = ""
     """Name of the codec that takes its place with secure aggregation; empty: it cannot be used with it."""
     first_size_factor: float = 0.0

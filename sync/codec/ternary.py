@@ -40,7 +40,7 @@ class Ternary(Slabwise):
 
     name, mark, lossy = "ternary", 7, True
     size_factor, bytes_per_second, automatic, in_blocks = 0.052, 100e6, Automatic.BACKGROUND, True
-    in_ranges = True
+    in_ranges, merges = True, False
     slab = 56 * 5 * _BLOCK
     """A whole number of blocks and of bytes."""
 

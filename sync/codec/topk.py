@@ -39,7 +39,7 @@ class ChunkedTopK(Slabwise):
 
     name, mark, lossy = "topk", 3, True
     size_factor, bytes_per_second, automatic, in_blocks = 0.0072, 200e6, Automatic.UNDER_WAY, True
-    last, in_ranges = "int8", True
+    last, in_ranges, merges = "int8", True, False
 
     def encode(self, vector: Vector) -> Tensors:
         """Encode float32 of shape (n,) slab by slab."""

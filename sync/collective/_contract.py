@@ -9,14 +9,12 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sync.codec import merge_codecs
 from sync.collective._by_owners import by_owners
 from sync.collective._form import ChannelCosts, MergeForm, MergeTerms
 from sync.layout import Vector
 
-__all__ = ["CODECS", "Collective", "CollectiveMethod", "Merged", "Settings", "Settled", "State"]
-
-CODECS = ("fp32", "bf16", "int8", "fp8", "int4")
-"""Codecs that merges by owners take."""
+__all__ = ["Collective", "CollectiveMethod", "Merged", "Settings", "Settled", "State"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,9 @@ class Settings:
     staleness: int = 0
     """``k-reduce``: workers that own no chunk continue with the mean of this many steps before (FasDL: 1)."""
     codec: str = "fp32"
-    """Codec of chunks in both directions, with error feedback: fp32, bf16, int8; or fp8 and int4, which are sent as
-    lists of the non-zero entries where that is smaller. For ``isp``: the format of its lists' values, fp32, bf16, fp8
-    or int4."""
+    """Codec of chunks in both directions, with error feedback, one of `CollectiveMethod.merge_codecs`. A format of
+    lists, such as int4, sends the non-zero entries where that is smaller. For ``isp``: the format of its lists'
+    values."""
     trained: int | None = None
     """Number of leading coordinates that gradients train; None: all."""
     significance: float = 0.0
@@ -147,8 +145,8 @@ class CollectiveMethod:
     """Whether workers merge in groups first, if that is faster by the channel's constants."""
     takes_staleness: bool = False
     """Whether workers without a chunk may continue with the mean of earlier steps (`merge.staleness`)."""
-    codecs: tuple[str, ...] = CODECS
-    """Codecs between workers that job files may give (`merge.codec`)."""
+    codecs: tuple[str, ...] | None = None
+    """Codecs between workers that job files may give (`merge.codec`); None: all of `sync.codec.merge_codecs`."""
     significance: float | None = None
     """Default of `merge.significance`, the threshold of a filter of changes; None: it has no filter."""
     shares: Literal["mean", "changes"] = "mean"
@@ -161,6 +159,11 @@ class CollectiveMethod:
     """Creates a worker's side from (settings, member, channel, place, size, patience), which are those of
     `sync.merging.open_collective`. "module:name" is imported when the first merge is opened, so that planners do not
     load it. Empty: the region's parameter server merges."""
+
+    @property
+    def merge_codecs(self) -> tuple[str, ...]:
+        """Codecs between workers that job files may give, those of other packages included."""
+        return merge_codecs() if self.codecs is None else self.codecs
 
     @property
     def to_all(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sync.codec import list_formats
 from sync.collective._by_owners import by_owners, where_either
 from sync.collective._contract import CollectiveMethod
 from sync.collective._form import MergeForm, MergeTerms
@@ -46,7 +47,7 @@ METHODS = (
         "isp",
         lambda workers, k: min(k, workers) if k else 0,
         takes_k=True,
-        codecs=("fp32", "bf16", "fp8", "int4"),
+        codecs=list_formats(),
         significance=0.7,  # of the published 0 to 1.2 the largest that hardly slows convergence
         shares="changes",
         cost=_cost,

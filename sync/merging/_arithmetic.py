@@ -9,15 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
-from sync.codec import Codec, ErrorFeedback, Tensors, codec_named, with_state
+from sync.codec import Codec, ErrorFeedback, Tensors, codec_named, is_list_format, with_state
 from sync.layout import Vector
 from sync.merging._ordered_sum import Numbers, OrderedSum
 from sync.merging.lists import Lists, ListsAndState
 
 __all__ = ["Arithmetic", "MeanOf"]
-
-_LIST_CODECS = ("fp8", "int4")
-"""Codecs that send lists of the non-zero values, if selected are few of them."""
 
 
 class Arithmetic(Protocol):
@@ -52,7 +49,7 @@ class MeanOf:
     def __init__(self, codec: str, bounds: Sequence[slice], trained: int | None) -> None:
         size = bounds[-1].stop
         self._known = known = size if trained is None else trained
-        self._as_lists = codec in _LIST_CODECS
+        self._as_lists = is_list_format(codec)
         self._codecs = [_codec(codec, known - chunk.start, chunk.stop - chunk.start) for chunk in bounds]
         self.given = {number: ErrorFeedback(codec) for number, codec in enumerate(self._codecs)}
         """Residuals of this worker's parts, by chunk."""
@@ -143,6 +140,6 @@ class MeanOf:
 
 def _codec(name: str, trained: int, size: int) -> Codec:
     """Return the codec of a chunk of ``size`` coordinates, of which the first ``trained`` are trained by gradients."""
-    if name not in _LIST_CODECS:
+    if not is_list_format(name):
         return with_state(codec_named(name), trained, size)
     return Lists(name) if trained >= size else ListsAndState(name, max(0, trained))

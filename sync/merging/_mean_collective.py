@@ -14,48 +14,16 @@ import numpy as np
 
 from geofed_pb.errors import GeofedError
 from sync.channel import Channel
-from sync.codec import merged_size_factor
-from sync.collective import Merged, Settings, Settled, State, collective_named
+from sync.collective import Merged, Settings, Settled, State
 from sync.layout import Vector
 from sync.merging._arithmetic import MeanOf
 from sync.merging._driver import Driver, Events, InPlace, OneByOne, Patience, RequestFailed, Threads
 from sync.merging._exchange import Event, Given
-from sync.merging._members import Member, chunk_bounds, owners
-from sync.merging._plan import Call, ReductionPlan
+from sync.merging._members import Member
+from sync.merging._plan import Call, ReductionPlan, in_parts, plan_of
 from sync.merging._reduce_exchange import Pull, ReduceExchange
 
-__all__ = ["Buckets", "MeanCollective", "driver_of", "plan_of", "with_weight"]
-
-_ALIGN = 256
-"""Chunks begin at multiples of this: of a codec's block, and of a cache line."""
-_MIN_CHUNKS_IN_PARTS = 3
-"""Fewest chunks for which passing a vector in parts is worth it: one chunk cannot be sent before all of it is complete,
-and of two, one worker would have to read most of both."""
-
-
-def plan_of(member: Member, size: int, settings: Settings, place: str) -> ReductionPlan:
-    """Return the plan for a vector of ``size`` elements; the same for all members. ``place``: prefix of all keys."""
-    present = member.present
-    method = collective_named(settings.pattern)
-    chunks = min(method.owners(len(present), settings.chunks) or len(present), len(present))
-    half_first = settings.in_parts and chunks >= _MIN_CHUNKS_IN_PARTS
-    # Small vectors are divided more finely than the alignment, so that there are enough chunks.
-    least = _ALIGN * (2 * chunks - 1 if half_first else chunks)
-    bounds = chunk_bounds(size, chunks, _ALIGN if size >= least else 1, half_first=half_first)
-    groups = _groups(present, len(bounds), settings, str(member.attempt))
-    without = "-".join(str(worker) for worker in member.lost)
-    place = f"{place}/{member.attempt}" + (f"-without-{without}" if without else "")
-    overlapped = method.overlapped and not settings.faithful
-    asked = None if settings.faithful else settings.asked
-    return ReductionPlan(member, bounds, groups, place, overlapped, asked, 4.0 * merged_size_factor(settings.codec))
-
-
-def _groups(present: Sequence[int], chunks: int, settings: Settings, salt: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups; in each, the workers that merge a chunk come first, in the order of the chunks."""
-    count = max(1, min(settings.groups, len(present) // chunks))
-    merging = tuple(present[:chunks]) if settings.faithful else owners(chunks * count, present, salt)
-    rest = [worker for worker in present if worker not in merging]
-    return tuple((*merging[g * chunks : (g + 1) * chunks], *rest[g::count]) for g in range(count))
+__all__ = ["Buckets", "MeanCollective", "driver_of", "with_weight"]
 
 
 def driver_of(
@@ -149,7 +117,7 @@ class MeanCollective:
     @property
     def in_parts(self) -> bool:
         """Whether `begin` is useful: chunks are sent, and received merged, before the last one is complete."""
-        return self._settings.in_parts and len(self.plan.bounds) >= _MIN_CHUNKS_IN_PARTS
+        return in_parts(self._settings, len(self.plan.bounds))
 
     def merge(self, step: int, vector: Vector, weight: float, model: Vector | None = None) -> tuple[Merged, ...]:
         if vector.shape != (self._size,) or vector.dtype != np.float32:

@@ -39,9 +39,9 @@ def check(settings: Settings, workers: int) -> None:
     method = collective_named(settings.pattern)
     if not method.worker:
         raise GeofedError("CONFIG_INVALID", f"{method.name} is not a collective of workers")
-    if settings.codec not in method.codecs:
+    if settings.codec not in method.merge_codecs:
         text = f"{method.name} does not support codec {settings.codec!r}"
-        raise GeofedError("CONFIG_INVALID", text, hint=f"known: {', '.join(method.codecs)}")
+        raise GeofedError("CONFIG_INVALID", text, hint=f"known: {', '.join(method.merge_codecs)}")
     if settings.chunks is not None and not method.takes_k:
         raise GeofedError("CONFIG_INVALID", f"{method.name} does not accept a number of chunks")
     if settings.chunks is not None and not 1 <= settings.chunks <= workers:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sync.collective import ChannelCosts
-from sync.merging._members import Member
+from sync.codec import merged_size_factor
+from sync.collective import ChannelCosts, Settings, collective_named
+from sync.merging._members import Member, chunk_bounds, owners
 
-__all__ = ["Call", "ReductionPlan"]
+__all__ = ["Call", "ReductionPlan", "in_parts", "plan_of"]
 
+_ALIGN = 256
+"""Chunks begin at multiples of this: of a codec's block, and of a cache line."""
+_MIN_CHUNKS_IN_PARTS = 3
+"""Fewest chunks for which passing a vector in parts is worth it: one chunk cannot be sent before all of it is complete,
+and of two, one worker would have to read most of both."""
 _SAFETY_FACTOR = 1.1
 """Requests are made this much later than expected: one that is slightly too early costs a whole pause, one that is
 slightly too late costs only that delay."""
@@ -178,3 +185,34 @@ class Call:
 
     def where(self, step: int) -> str:
         return f"{self.kind}{step}"
+
+
+def in_parts(settings: Settings, chunks: int) -> bool:
+    """Return whether vectors are passed part by part: chunks are sent, and received merged, before the last one is
+    complete."""
+    return settings.in_parts and chunks >= _MIN_CHUNKS_IN_PARTS
+
+
+def plan_of(member: Member, size: int, settings: Settings, place: str) -> ReductionPlan:
+    """Return the plan for a vector of ``size`` elements; the same for all members. ``place``: prefix of all keys."""
+    present = member.present
+    method = collective_named(settings.pattern)
+    chunks = min(method.owners(len(present), settings.chunks) or len(present), len(present))
+    half_first = in_parts(settings, chunks)
+    # Small vectors are divided more finely than the alignment, so that there are enough chunks.
+    least = _ALIGN * (2 * chunks - 1 if half_first else chunks)
+    bounds = chunk_bounds(size, chunks, _ALIGN if size >= least else 1, half_first=half_first)
+    groups = _groups(present, len(bounds), settings, str(member.attempt))
+    without = "-".join(str(worker) for worker in member.lost)
+    place = f"{place}/{member.attempt}" + (f"-without-{without}" if without else "")
+    overlapped = method.overlapped and not settings.faithful
+    asked = None if settings.faithful else settings.asked
+    return ReductionPlan(member, bounds, groups, place, overlapped, asked, 4.0 * merged_size_factor(settings.codec))
+
+
+def _groups(present: Sequence[int], chunks: int, settings: Settings, salt: str) -> tuple[tuple[int, ...], ...]:
+    """Return the groups; in each, the workers that merge a chunk come first, in the order of the chunks."""
+    count = max(1, min(settings.groups, len(present) // chunks))
+    merging = tuple(present[:chunks]) if settings.faithful else owners(chunks * count, present, salt)
+    rest = [worker for worker in present if worker not in merging]
+    return tuple((*merging[g * chunks : (g + 1) * chunks], *rest[g::count]) for g in range(count))

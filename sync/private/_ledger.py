@@ -25,7 +25,9 @@ from sync.private._account import Release
 __all__ = ["LedgerRow", "PrivacyLedger"]
 
 _VERSION = 1
+"""Version of the ledger's file format."""
 _MOST_BYTES = 256 << 20
+"""Limit of the size of a ledger that is read into memory."""
 _DAMAGED = "restore it from a backup that is not older than its last job; without it, nothing more may be released"
 _DOUBTED = "restore a newer backup; or, if its owner accepts that these releases are not counted, remove that file"
 _LOST = "run the job again, with train.initialModel from this one"

@@ -25,6 +25,7 @@ which the number of workers changes are rounded for each worker."""
 _FRAME_BYTES = 64 << 10
 """Bytes of an update beyond its values: names, sizes and alignment of tensors, and scales of short blocks."""
 _FLOAT_BYTES = 4
+"""Bytes of a float32, in which models are exchanged."""
 
 
 @dataclass(frozen=True)

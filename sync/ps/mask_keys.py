@@ -31,6 +31,7 @@ _log = logging.getLogger("geofed.ps")
 _RETRY_SECONDS = 0.5
 """Pause before the neighbours are asked again."""
 _CALL_TIMEOUT_SECONDS = 20.0
+"""Longest time of one call to a neighbour."""
 _OTHERS = "mask-keys.json"
 """File of the other regions' public keys."""
 

@@ -16,6 +16,7 @@ from geofed_pb.errors import GeofedError
 __all__ = ["MaskKey", "PairMasks"]
 
 _SECRET_BYTES = 32
+"""Bytes of the secret of two regions, the key of ChaCha20."""
 _CHUNK_BYTES = 1 << 18
 """Bytes of a mask that are computed together, so that they stay in the CPU's cache."""
 

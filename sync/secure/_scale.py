@@ -38,6 +38,7 @@ that a running variance near 0 does not become negative by more; and counters of
 _MIN_EXPONENT = -30
 """Smallest scale. From it, a block that had no change before has the right scale after one round."""
 _MAX_EXPONENT = 60
+"""Largest scale: sums of all regions stay far within the range of float32 (2^127)."""
 _MARGIN = 1.25
 """Factor by which the changes of a block may grow from one round to the next without being limited, where each region's
 part of the largest ones is its share. A region's limit follows its share, not its part of the changes: a block that one
@@ -53,6 +54,7 @@ _SIGNED: dict[int, type[np.signedinteger]] = {8: np.int8, 16: np.int16, 32: np.i
 _WIDE = 32
 """Bits of fixed-point numbers, and of largest changes."""
 _STATE_BITS = 64
+"""Bits of the sums of what is not trained, such as counters and statistics, whose range no scale follows."""
 _EXACT = 1.0 - 2.0**-40
 """Part of the range that is used, so that what float64 rounds off a limit of 64 bits cannot exceed it."""
 

@@ -16,6 +16,7 @@ from control_plane.server import ServeConfig
 from control_plane.service import Federation, Sweeper
 from control_plane.store import open_store
 from deploy.local import reusable_port
+from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import FakeAgent, digest_of
@@ -87,6 +88,9 @@ class Contract:
                 job = (await stage.submit(job_file)).job
                 other = (await stage.submit(job_file, "r2", ("metadata.name=other", "task.config.width=9"))).job.id
                 await refused(stage.client.delete(job.id), "ILLEGAL_STATE", "only an ended job can be deleted")
+                with pytest.raises(GeofedError) as early:
+                    await stage.client.delete(other)
+                assert early.value.hint == f"`geofed cancel {other}` ends it", "it has no model yet that could be kept"
                 await _ended(stage, job.id, a, b)
                 await b.close()
                 told = await stage.client.delete("digits")

@@ -34,8 +34,8 @@ def test_a_job_runs_with_methods_of_another_package(tmp_path: Path, monkeypatch:
     job = tmp_path / "job"
     shutil.copytree(TEMPLATES / "image-classification", job)
     settings = (
-        "wan.policy=toy-half-mean", "wan.codec=toy-halves", "collective=toy-half-reduce", "train.workers=3",
-        "train.end.epochs=3",
+        "wan.policy=toy-half-mean", "wan.codec=toy-halves", "collective=toy-half-reduce", "merge.codec=toy-halves",
+        "train.workers=3", "train.end.epochs=3",
     )  # fmt: skip
     chosen = [argument for setting in settings for argument in ("--set", setting)]
     with LocalFederation(tmp_path / "federation", digits_sites(tmp_path, ("oslo", "lima"), workers=3)) as federation:

@@ -1,4 +1,5 @@
-"""What keeps the tree easy to read: a name of a class means one concept, functions are short, folders are small."""
+"""What keeps the tree easy to read: a name of a class means one concept, functions are short, folders are small, and
+constants are explained."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +63,36 @@ def test_functions_are_short() -> None:
 def test_folders_are_small() -> None:
     files = Counter(path.relative_to(ROOT).parent.as_posix() for path in product_files())
     assert {folder: n for folder, n in files.items() if n > MOST_FILES and folder not in GENERATED} == {}
+
+
+def test_numeric_constants_state_their_unit_and_reason() -> None:
+    assert [name for path in product_files() for name in unexplained(path)] == []
+
+
+def unexplained(path: Path) -> Iterator[str]:
+    """Yield the numeric constants of a module that no docstring follows."""
+    statements = ast.parse(path.read_text()).body
+    for node, after in pairwise([*statements, ast.Pass()]):
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                numbers = [part.value for part in ast.walk(value) if isinstance(part, ast.Constant)]
+            case _:
+                continue
+        calculated = all(
+            isinstance(part, ast.Constant | ast.BinOp | ast.UnaryOp | ast.operator | ast.unaryop)
+            for part in ast.walk(value)
+        )
+        numeric = calculated and all(
+            isinstance(number, int | float) and not isinstance(number, bool) for number in numbers
+        )
+        explained = (
+            isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+        )
+        if name.isupper() and numeric and not explained:
+            yield f"{path.relative_to(ROOT).as_posix()}:{node.lineno} {name}"
 
 
 def functions(statements: list[ast.AST] | list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

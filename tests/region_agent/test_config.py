@@ -329,6 +329,8 @@ def test_paths_are_taken_from_the_files_folder(tmp_path: Path) -> None:
             "workers: -1",
             "region.yaml:5:21: `capacity.workers`: input should be greater than or equal to 0",
         ),
+        ("workers: 4", "workers: true", "region.yaml:5:21: `capacity.workers`: input should be a valid integer"),
+        ("workers: 4", "workers: '4'", "region.yaml:5:21: `capacity.workers`: input should be a valid integer"),
         (
             "maxWorkersPerJob: 3",
             "maxWorkersPerJob: 0",
@@ -352,6 +354,11 @@ def test_paths_are_taken_from_the_files_folder(tmp_path: Path) -> None:
             "region.yaml:17:27: unknown key `profil` in gateway; did you mean `profile`?",
         ),
         ("policy: {", "gateway: {kind: other}\npolicy: {", "region.yaml:17:10: `gateway`: input tag 'other'"),
+        (
+            "policy: {",
+            "server: {ports: ['9', 12]}\npolicy: {",
+            "region.yaml:17:18: `server.ports.0`: input should be a valid integer",
+        ),
         (
             "policy: {",
             "server: {ports: [9, 9]}\npolicy: {",

@@ -50,7 +50,7 @@ def delete(
     output: Output = Format.TABLE,
 ) -> None:
     """Delete an ended job with its model, code, log, events and measurements, also in its regions."""
-    confirm(f"Delete job {job} and all that belongs to it? Its model is lost.", yes=yes)
+    confirm(f"Delete job {job}, its model and all else that belongs to it?", yes=yes)
 
     async def ask(client: ControlClient) -> Data:
         return deletion_view(await client.delete(job))

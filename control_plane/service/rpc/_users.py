@@ -20,6 +20,7 @@ from geofed_pb.v1 import control_pb2
 __all__ = ["add_user", "change_user", "list_users", "remove_user", "user_message"]
 
 _LONGEST_TOKEN_SECONDS = 10 * 366 * 86400.0
+"""Longest time for which a token may be valid: ten years."""
 _MOST_IDENTITY_CHARACTERS = 320
 """Limit of an identity's length: that of an e-mail address."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")

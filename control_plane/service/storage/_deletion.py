@@ -64,7 +64,9 @@ def require_deletable(active: Mapping[str, JobEntry], entry: JobEntry, caller: C
     model: its regions may have to fetch it again."""
     job = entry.row.id
     if not entry.state.terminal:
-        hint = f"`geofed finish {job}` ends it with its present model, `geofed cancel {job}` without"
+        hint = f"`geofed cancel {job}` ends it"
+        if entry.state.phase == "running":
+            hint += f" and discards its model, `geofed finish {job}` keeps that"
         text = f"job {job} {standing_text(entry.state.phase)}; only an ended job can be deleted"
         raise GeofedError("ILLEGAL_STATE", text, hint=hint)
     heirs = [

@@ -13,6 +13,7 @@ from geofed_pb.storage import Found, Keep, Stored
 __all__ = ["KEEP", "KINDS", "Item", "file_items", "job_item", "rows_item"]
 
 _DAY_SECONDS = 86_400.0
+"""Seconds of a day: ages are in days."""
 KEEP: Keep = {
     "jobs": None,
     "models": None,

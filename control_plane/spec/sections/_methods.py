@@ -218,7 +218,7 @@ class Parallelism(Section):
 
 def _merge_codecs() -> tuple[str, ...]:
     """Return the codecs that any collective takes."""
-    return tuple(dict.fromkeys(codec for name in collectives() for codec in collective_named(name).codecs))
+    return tuple(dict.fromkeys(codec for name in collectives() for codec in collective_named(name).merge_codecs))
 
 
 class CollectiveSettings(Section):
@@ -278,10 +278,10 @@ class Advanced(Section):
             raise ValueError(f"`merge.significance` requires {filtering}")
         if self.merge.codec != "fp32" and method is None:
             raise ValueError("`merge.codec` requires an explicit `collective`")
-        if method is not None and self.merge.codec not in method.codecs:
+        if method is not None and self.merge.codec not in method.merge_codecs:
             raise ValueError(
                 f"`merge.codec: {self.merge.codec}` cannot be used with `collective: {method.name}`; it takes "
-                + ", ".join(method.codecs)
+                + ", ".join(method.merge_codecs)
             )
         return self
 

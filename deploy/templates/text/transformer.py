@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 TOKENS = 257
+"""Tokens: the 256 bytes, and one that ends a document."""
 
 
 class Tokens(nn.Module):

@@ -31,9 +31,11 @@ GENESIS = "0" * 64
 """Hash before the first entry."""
 _FORMAT = "geofed-audit/1"
 _HASH_CHARACTERS = 64
+"""Hexadecimal digits of a SHA-256, and of a public key of Ed25519."""
 _LATEST = 1e12
 """Unix seconds that no clock shows."""
 _SIGNATURE_CHARACTERS = 128
+"""Hexadecimal digits of a signature of Ed25519: 64 bytes."""
 _FACT_BYTES = 16 << 10
 """Longest value in an entry, as JSON. Metrics and errors of many regions may be longer."""
 _MAX_LINE = 1 << 20

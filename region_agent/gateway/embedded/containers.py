@@ -36,6 +36,7 @@ _LABEL = "geofed.gateway"
 _REMOVED_AT_ONCE = 8
 """Containers that are removed at the same time."""
 _PORT = 8080
+"""Port on which the worker's image listens in its container."""
 _SECRETS = "/var/openfaas/secrets"
 _MOST_PROCESSES = 512
 """Processes of a container; torch starts threads, which count."""

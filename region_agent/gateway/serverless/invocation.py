@@ -47,6 +47,7 @@ _LOOK_SECONDS = 0.1
 _MEMORY_SHARE = 0.97
 """Part of its memory that all its processes may use; the rest is for what grows between two looks."""
 _PART_BYTES = 16384
+"""Bytes that are read of a handler's output at once."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ __all__ = ["RangeFile", "Source", "Sources", "file_faults", "version_of"]
 _CONNECTIONS = 32
 """Open connections to a store."""
 _TIMEOUT_SECONDS = 30.0
+"""Longest time until a store sends something."""
 _FAULTS: tuple[type[Exception], ...] = (OSError, ValueError, KeyError, IndexError, OverflowError, EOFError)
 """Exceptions that the content of a file causes; those of pyarrow are among them."""
 

@@ -42,7 +42,7 @@ def test_settings_that_it_does_not_take_are_refused(name: str) -> None:
         (replace(plain, chunks=2), method.takes_k),
         (replace(plain, groups=2), method.takes_groups),
         (replace(plain, staleness=1), method.takes_staleness),
-        *((replace(plain, codec=codec), codec in method.codecs) for codec in ("fp32", "int8", "int4", "ternary")),
+        *((replace(plain, codec=codec), codec in method.merge_codecs) for codec in ("fp32", "int8", "int4", "ternary")),
     ]:
         if taken:
             check(settings, 4)

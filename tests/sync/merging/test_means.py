@@ -15,9 +15,8 @@ from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
 from geofed_pb.errors import GeofedError
-from sync.codec import merged_size_factor
+from sync.codec import merge_codecs, merged_size_factor
 from sync.collective import ChannelCosts, Merged, Settings
-from sync.collective._contract import CODECS
 from sync.layout import Vector
 from sync.means import weighted_mean
 from sync.merging import MeanCollective, Member
@@ -287,7 +286,7 @@ def test_what_is_not_finite_is_told_before_it_is_coded(codec: str, value: float)
         MeanOf(codec, [slice(0, 100)], None).part(0, values)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", merge_codecs())
 def test_a_dense_vector_takes_the_bytes_that_planners_expect(codec: str) -> None:
     (vector,) = vectors_of(1, 1 << 16, 1)
     tensors = MeanOf(codec, [slice(0, vector.size)], None).part(0, vector)

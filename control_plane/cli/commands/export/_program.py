@@ -39,11 +39,13 @@ _DTYPES = (
 )  # fmt: skip
 _SHAPE = re.compile(r"(?P<shape>[1-9][0-9]{0,8}(?:x[1-9][0-9]{0,8}){0,7})(?::(?P<dtype>[a-z0-9]+))?")
 _MOST_ELEMENTS = 1 << 28
+"""Limit of the elements of an example input: 1 GiB in float32."""
 _MOST_ONNX_BYTES = 2_000_000_000
 """Protocol Buffers, of which an ONNX file is one message, end at 2 GiB."""
 _LOCAL_FACT = "local"
 """In the header of a model's file, the names of the tensors that stay in their region, as a JSON list."""
 _MESSAGE_BYTES = 500
+"""Limit of a message that names a PyTorch error: a few lines of a terminal."""
 _EXAMPLE = "example_input"
 _NOT_EXPORTED = "forward may not branch on the values of tensors, and returns tensors in tuples, lists and dicts"
 

@@ -18,6 +18,7 @@ Agree = Callable[[str], None]
 MANIFEST = "ModelManifest"
 """`kind` of a manifest."""
 _MOST_MANIFEST_BYTES = 64 << 20
+"""Limit of the size of a manifest that is read into memory: it has an entry for each tensor."""
 
 
 def manifest_of(file: Path) -> Path:

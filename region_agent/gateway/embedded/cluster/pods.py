@@ -23,6 +23,7 @@ _NOT_MADE = frozenset({"CreateContainerConfigError", "CreateContainerError", "Ru
 """Reasons for which a container waits: it cannot be made as its Job states."""
 _DISRUPTED = "DisruptionTarget"
 _MOST_TEXT = 500
+"""Longest text of an error that is passed on, in characters."""
 
 
 @dataclass(frozen=True)

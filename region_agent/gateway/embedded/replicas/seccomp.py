@@ -40,7 +40,9 @@ _TIOCSTI = 0x5412
 """The ioctl that types into a terminal, as of `asm-generic/ioctls.h`."""
 
 _ALLOW = 0x7FFF0000
+"""Action: the call is made. As of `linux/seccomp.h`."""
 _ERRNO = 0x00050000
+"""Action: the call fails, with the error in the lower 16 bits. As of `linux/seccomp.h`."""
 _EQUAL, _AT_LEAST, _MASKED_EQUAL = 4, 5, 7
 """Actions and comparisons, as of `seccomp.h`."""
 _OPTIMISE = 8

@@ -19,6 +19,7 @@ __all__ = ["LambdaFunctions", "error_of", "failure_of"]
 _ATTEMPTS = 5
 """Attempts of a request that Lambda throttles or fails to answer, with growing pauses."""
 _TIMEOUT_SECONDS = 20
+"""Longest time until a connection is made, and until a request is answered."""
 _ENTRY_POINT = ("python", "-m", "region_agent.gateway.serverless.aws")
 """Entry point of the worker's image for Lambda."""
 _LOG_GROUP = "/geofed/worker"
@@ -33,6 +34,7 @@ _NO_ROOM = frozenset({"EniLimitExceeded", "InsufficientCapacity", "SubnetOutOfIP
 _PASSING = frozenset({"InternalError"})
 """Reasons of a state of Lambda's functions."""
 _MOST_TEXT = 500
+"""Longest text of an error that is passed on, in characters."""
 
 
 class LambdaFunctions:

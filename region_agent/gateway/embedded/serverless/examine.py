@@ -15,6 +15,7 @@ __all__ = ["examine_functions"]
 
 _MARK = "doctor"
 _POLL_SECONDS = 0.5
+"""Interval at which `doctor` asks whether its function is ready."""
 
 
 async def examine_functions(config: RegionConfig, gateway: LambdaGateway | ScfGateway) -> str:

@@ -19,7 +19,9 @@ __all__ = ["ScfFunctions", "error_of"]
 _ATTEMPTS = 5
 """Attempts of a request that SCF refuses for its rate or fails to answer, with growing pauses."""
 _TIMEOUT_SECONDS = 20
+"""Longest time until a request is answered."""
 _PAGE = 100
+"""Functions of a page of a listing: the most that SCF sends."""
 _ARGUMENTS = "-m region_agent.gateway.serverless.tencent"
 _UNAUTHENTICATED = "AuthFailure"
 _FORBIDDEN = ("UnauthorizedOperation", "AuthFailure.UnauthorizedOperation")
@@ -43,6 +45,7 @@ _IN_USE = (
 )  # fmt: skip
 """The function is there already, or SCF is changing it."""
 _MOST_TEXT = 500
+"""Longest text of an error that is passed on, in characters."""
 
 
 class _InUse(GeofedError):
