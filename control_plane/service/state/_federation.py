@@ -46,7 +46,7 @@ from control_plane.service.state._job_lookup import JobLookup, active_jobs
 from control_plane.service.state._leading import Leading, StoreThreads
 from control_plane.service.state._notifier import Notifier
 from control_plane.spec import JobSpec, packed_code_digest
-from control_plane.store import CommandRow, Committed, JobRow, OutcomeUnknown, Store, UserRow
+from control_plane.store import CommandRow, Committed, Cursors, JobRow, OutcomeUnknown, Store, UserRow
 from geofed_pb.bounds import NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.features import FEATURES
@@ -361,6 +361,8 @@ class Federation:
             catalogue = read_catalogue(region, hello.catalogue_json)
         except GeofedError as error:
             fault, catalogue = error.message, None
+        # Before the change, so that sessions do not wait for each other's reads. The transaction reads them again.
+        cursors = await self.read(partial(Store.cursors, region=region))
         async with self.change() as draft:
             if shown is not None:
                 admit_certificate(draft, region, shown)
@@ -370,7 +372,7 @@ class Federation:
             features = tuple(sorted(set(FEATURES).intersection(hello.features)))
             draft.apply_to_region(region, Connected(draft.at, boot_id, lease, fault, address, features))
             entry = self._known(draft, region)
-            await self._resume(draft, before, hello)
+            self._resume(draft, before, hello, cursors)
             row = replace(entry.row, agent_version=clean(hello.agent_version[:64], 64))
             if catalogue is not None:
                 row = replace(row, cloud=catalogue.cloud, catalogue_json=to_json(asdict(catalogue)))
@@ -383,11 +385,10 @@ class Federation:
         session.wake()
         return session
 
-    async def _resume(self, draft: Draft, before: RegionEntry, hello: agent_pb2.Hello) -> None:
+    def _resume(self, draft: Draft, before: RegionEntry, hello: agent_pb2.Hello, cursors: Cursors) -> None:
         """Have both sides continue from their sequence numbers. A side restored from a backup is behind the other: it
         takes over the other's numbers, and all commands are sent to the agent again."""
         region = before.row.name
-        cursors = await self.read(partial(Store.cursors, region=region))
         draft.met = (region, hello.command_cursor)
         applied = self.report_cursor(region)
         if hello.report_cursor > applied:
