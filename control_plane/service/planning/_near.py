@@ -91,13 +91,16 @@ def _left(
     preemptible: bool,
 ) -> dict[str, DeviceCapacity]:
     """Return the workers and devices that the other jobs leave."""
-    left = {}
-    for region, capacity in capacities.items():
-        own = sum(use.workers.get(region, 0) for use in uses.values() if use.preemptible == preemptible)
-        left[region] = capacity.devices - (draft.busy(region, preemptible=preemptible) - own)
+    own: dict[str, int] = {}
+    for use in uses.values():
+        for region, count in use.workers.items() if use.preemptible == preemptible else ():
+            own[region] = own.get(region, 0) + count
+    left = {
+        region: capacity.devices - (draft.busy(region, preemptible=preemptible) - own.get(region, 0))
+        for region, capacity in capacities.items()
+    }
     for name in rest if not preemptible else ():
-        use = draft.use(name)
-        if name in held and name not in uses and use is not None:
+        if name in held and name not in uses and (use := draft.use(name)) is not None:
             has = {} if use.preemptible else use.workers
             for region, workers in _promised(held[name]).items():
                 if region in left:

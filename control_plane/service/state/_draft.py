@@ -162,11 +162,20 @@ class Draft:
 
     def fixed_workers(self) -> dict[str, int]:
         """Return the same of all regions where there are any."""
-        return {name: fixed for name in self.regions if (fixed := self.fixed(name))}
+        found = self._fixed_anywhere()
+        return {name: fixed for name in self.regions if (fixed := found.get(name))}
 
     def fixed_devices(self) -> dict[str, int]:
         """Return the devices of these workers, by region."""
-        return {name: fixed for name in self.regions if (fixed := self.fixed(devices_of(name)))}
+        found = self._fixed_anywhere()
+        return {name: fixed for name in self.regions if (fixed := found.get(devices_of(name)))}
+
+    def _fixed_anywhere(self) -> dict[str, int]:
+        found = self._indexed().all_fixed()
+        for use, sign in self._changes_of_use():
+            for row, count in use.workers.items() if use.fixed else ():
+                found[row] = found.get(row, 0) + sign * count
+        return found
 
     def unpromised_seconds(self) -> dict[str, float]:
         """Return the worker seconds of active jobs without a promised deadline, by user, with the draft's changes."""
