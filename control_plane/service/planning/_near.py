@@ -100,8 +100,8 @@ def _left(
         for region, capacity in capacities.items()
     }
     for name in rest if not preemptible else ():
-        if name in held and name not in uses and (use := draft.use(name)) is not None:
-            has = {} if use.preemptible else use.workers
+        if name in held and name not in uses and (other := draft.use(name)) is not None:
+            has = {} if other.preemptible else other.workers
             for region, workers in _promised(held[name]).items():
                 if region in left:
                     left[region] -= max(0, workers - has.get(region, 0))

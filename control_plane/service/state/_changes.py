@@ -102,6 +102,8 @@ class Changes:
         """Index of the latest jobs."""
         self.ended: dict[str, JobEntry] = {}
         """Jobs whose ends are being stored."""
+        self.new: dict[str, asyncio.Future[None]] = {}
+        """New jobs that are being stored, by ID; each is done once it is stored, or cannot be."""
         self._store, self._publish = store, publish
         self._queue: list[_Waiting] = []
         self._storing: asyncio.Task[None] | None = None
@@ -111,6 +113,7 @@ class Changes:
         self.latest = self.visible.copy()
         self.index = JobIndex(self.latest.jobs.values())
         self.ended.clear()
+        self.new.clear()
 
     def draft(self, at: float) -> Draft:
         """Return an empty draft on the latest state."""
@@ -134,6 +137,11 @@ class Changes:
         # Whoever asked may have been cancelled.
         waiting.done.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._queue.append(waiting)
+        self.new |= {
+            job_id: waiting.done
+            for job_id, entry in draft.changed_jobs.items()
+            if job_id not in self.visible.jobs and job_id not in self.new and not entry.state.terminal
+        }
         if self._storing is None:
             self._storing = awaited(self._store_all())
         return waiting.done
@@ -193,6 +201,7 @@ class Changes:
     def _make_visible(self, draft: Draft, committed: Committed) -> None:
         self.visible.apply(draft)
         for job_id, entry in draft.changed_jobs.items():
+            self.new.pop(job_id, None)
             # The end itself may be in a change that is stored later.
             if self.ended.get(job_id) is entry:
                 del self.ended[job_id]

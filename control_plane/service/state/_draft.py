@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -104,6 +104,8 @@ class Draft:
     """User who has requested the changes, which the events name; empty: nobody."""
     void: bool = False
     """Whether the draft is to be dropped."""
+    applied: Callable[[], None] | None = None
+    """Called once the next changes build on this one, before it is stored."""
     dropped_models: list[str] = field(default_factory=list)
     """Digests of models that their jobs keep no longer."""
     index: JobIndex | None = None

@@ -96,8 +96,8 @@ class Federation:
         self._lock = asyncio.Lock()
         """Held while a change is made, but not while it is stored."""
         self.planning = asyncio.Lock()
-        """Held while a new job is planned, and taken before `change`: jobs are planned one after another, so that each
-        plan accounts for the jobs before it."""
+        """Held while a new job is planned, but not while it is stored, and taken before `change`: jobs are planned one
+        after another, so that each plan accounts for the jobs before it."""
         self._closed = False
         self.stopping = False
         self._ticked_at = 0.0
@@ -234,6 +234,8 @@ class Federation:
             if draft.void:
                 return
             stored = self.changes.add(draft)
+            if draft.applied is not None:
+                draft.applied()
         if stored is not None:
             # It is stored also if the caller is cancelled.
             await asyncio.shield(stored)
