@@ -41,7 +41,7 @@ from control_plane.service.state._catalogue import fault_of, read_catalogue
 from control_plane.service.state._certificates import Certificate, admit_certificate
 from control_plane.service.state._changes import Changes
 from control_plane.service.state._draft import OPERATOR, Draft
-from control_plane.service.state._entries import JobEntry, RegionEntry
+from control_plane.service.state._entries import JobEntry, RegionEntry, reported_workers
 from control_plane.service.state._job_lookup import JobLookup, active_jobs
 from control_plane.service.state._leading import Leading, StoreThreads
 from control_plane.service.state._notifier import Notifier
@@ -554,11 +554,7 @@ class Federation:
 
     def occupied(self, may_read: Callable[[JobRow], bool]) -> dict[str, int]:
         """Return by region the workers of active jobs that a caller may not read."""
-        found: dict[str, int] = {}
-        for entry in list(self.jobs.values()):
-            for part in () if may_read(entry.row) else entry.state.partitions:
-                found[part.region] = found.get(part.region, 0) + (part.report.workers if part.report else 0)
-        return {region: workers for region, workers in found.items() if workers}
+        return reported_workers(entry for entry in list(self.jobs.values()) if not may_read(entry.row))
 
     def describe_region(self, entry: RegionEntry) -> control_pb2.Region:
         """Return the region's message for users."""
