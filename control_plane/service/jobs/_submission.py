@@ -198,9 +198,8 @@ async def admit(
                 check(draft)
                 if isinstance(answer, Declined):
                     raise declined_error(answer)
-                decided = federation.allocation.admission(draft, spec, row.id, new.learnt, row.user).confirm(
-                    answer, admission
-                )
+                present = federation.allocation.admission(draft, spec, row.id, new.learnt, row.user, at_once=True)
+                decided = present.confirm(answer, admission)
                 if decided is not None:
                     if (refused := refused_by_difference(spec, decided.plan, model, earlier_jobs)) is not None:
                         raise declined_error(refused)
