@@ -200,6 +200,7 @@ async def admit(
                     raise declined_error(answer)
                 present = federation.allocation.admission(draft, spec, row.id, new.learnt, row.user, at_once=True)
                 decided = present.confirm(answer, admission)
+                await asyncio.sleep(0)  # others get a turn, since either half takes some milliseconds
                 if decided is not None:
                     if (refused := refused_by_difference(spec, decided.plan, model, earlier_jobs)) is not None:
                         raise declined_error(refused)
