@@ -1,8 +1,8 @@
 """How long the event loop, and a transaction, wait for a thread that computes.
 
 A thread that has waited for the network or the database asks for Python's lock when it continues. A thread that
-computes, as for a plan or a page, keeps the lock for a whole interval, 5 ms by default. A transaction asks once for each
-of its statements.
+computes, as for a plan or a page, keeps the lock for a whole interval, 5 ms by default. A transaction asks once for
+each of its statements.
 """
 
 from __future__ import annotations
