@@ -147,7 +147,7 @@ def estimate(
 
     Shards that are processed elsewhere are transferred first, each over a link of its own, while nothing is computed.
     """
-    regions = {region.name: region for region in snapshot.regions}
+    regions = snapshot.by_name
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
     basis = basis_of([regions[part.region] for part in plan.partitions], snapshot)
     size = update_bytes(model_bytes, plan.codec, plan.rounds, plan.sent_share)
@@ -375,9 +375,9 @@ def _copies(copies: Sequence[PlannedCopy], regions: Mapping[str, Region]) -> tup
     return sent, paid
 
 
-def copied_of(copies: Sequence[PlannedCopy], regions: Iterable[Region]) -> tuple[float, float]:
+def copied_of(copies: Sequence[PlannedCopy], regions: Mapping[str, Region]) -> tuple[float, float]:
     """Return the USD of copies, and the factor of their upper bound."""
-    return sum(cost.usd for cost in _copies(copies, {r.name: r for r in regions})[1]), _SIZES_KNOWN[1]
+    return sum(cost.usd for cost in _copies(copies, regions)[1]), _SIZES_KNOWN[1]
 
 
 def prices_of(region: Region) -> Prices:

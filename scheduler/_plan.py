@@ -265,7 +265,7 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = No
         demand,
         noise_samples(snapshot.profiles.values()),
     )
-    spread = Spread(spread_of(basis_of(regions, snapshot))[1], *copied_of(placed.copies, snapshot.regions))
+    spread = Spread(spread_of(basis_of(regions, snapshot))[1], *copied_of(placed.copies, snapshot.by_name))
     only = None if method is None else method.staffing(evaluation)
     return _Problem(placed, fronts, ways, PlanSearch(evaluation, spread, only))
 
@@ -384,8 +384,8 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
     whole steps change what was asked for."""
     told = []
     asking = set(channel_kinds(lambda kind: not kind.announces))
-    channels = {region.name: region.channel for region in snapshot.regions}
-    allowed_mb = {region.name: region.capacity.memory_mb for region in snapshot.regions}
+    channels = {part.region: snapshot.by_name[part.region].channel for part in chosen.partitions}
+    allowed_mb = {part.region: snapshot.by_name[part.region].capacity.memory_mb for part in chosen.partitions}
     for part in chosen.partitions:
         if part.memory_mb < TORCH_MB:
             told.append(
@@ -471,12 +471,9 @@ def _uneven(chosen: Plan, demand: Demand) -> list[str]:
 
 def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[Reason]]:
     """The regions that hold a shard and are wanted; the reasons why the demand cannot be planned with them."""
-    known = {region.name: region for region in snapshot.regions}
-    wanted = [
-        region
-        for name, region in sorted(known.items())
-        if name not in demand.avoid and (not demand.use or name in demand.use)
-    ]
+    known = snapshot.by_name
+    names = sorted(known.keys() & demand.use if demand.use else known)
+    wanted = [known[name] for name in names if name not in demand.avoid]
     holders = [region for region in wanted if train_samples(region, demand.dataset) > 0]
     reasons = [*_unknown_use(snapshot, demand), *_unknown_avoid(snapshot, demand)]
     if demand.use and (without := _without_shard(wanted, holders, demand)):

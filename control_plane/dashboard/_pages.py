@@ -31,13 +31,13 @@ from control_plane._view import (
     time_text,
     usd_text,
 )
-from control_plane.core import TERMINAL, Partition, wan_links
+from control_plane.core import TERMINAL, wan_links
 from control_plane.dashboard._chart import line_chart
 from control_plane.dashboard._series import federation_network
 from control_plane.dashboard._submission import SubmissionForm, templates
 from control_plane.dashboard._timeline import PARTS, means_of, reason_of, timeline_of, took_text
 from control_plane.pki import new_secret
-from control_plane.service import Caller, Federation, JobEntry, event_message, log_message
+from control_plane.service import Caller, Federation, JobEntry, event_message, log_message, reported_workers
 from control_plane.store import EventRow, Store
 from geofed_pb.errors import GeofedError
 
@@ -124,14 +124,13 @@ class Pages:
         ended = [job_view(federation.summarise(entry)) for entry in latest[:_ENDED_JOBS]]
         names = sorted(name for name in found if name > after)
         regions = [region_view(federation.describe_region(found[name])) for name in names[:_REGIONS]]
-        used: dict[str, int] = {}
-        for part in (part for entry in known for part in entry.state.partitions):
-            used[part.region] = used.get(part.region, 0) + _workers(part)
         # Of all, not only of those that are shown.
+        used = reported_workers(known)
+        mine = used if len(newest) == len(known) else reported_workers(newest)
         totals = {
             "active": len(newest),
-            "usd": sum(entry.state.usd for entry in newest),
-            "workers": sum(_workers(part) for entry in newest for part in entry.state.partitions),
+            "usd": sum(entry.usd for entry in newest),
+            "workers": sum(mine.values()),
         }
         return self._rendered(
             "overview.html",
@@ -322,11 +321,6 @@ def _money(job: Data) -> list[tuple[str, str, float]]:
         key = region, charge["item"]
         found[key] = found.get(key, 0.0) + charge["usd"]
     return [(region, item, usd) for (region, item), usd in sorted(found.items()) if usd]
-
-
-def _workers(part: Partition) -> int:
-    """Return how many workers a region has reported."""
-    return part.report.workers if part.report is not None else 0
 
 
 def _time(text: str | None) -> str:

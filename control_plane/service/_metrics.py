@@ -101,17 +101,17 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the federation's current state."""
-        yield from self._job_metrics()
-        yield from self._link_metrics()
+        jobs = list(self._federation.jobs.values())
+        shown = heapq.nlargest(SHOWN_JOBS, jobs, key=lambda entry: entry.row.created_at)
+        yield from self._job_metrics(jobs, shown)
+        yield from self._link_metrics(shown)
         yield from self._region_metrics()
 
     def describe(self) -> Iterator[Metric]:
         """Yield nothing, so that registering needs no state."""
         return iter(())
 
-    def _job_metrics(self) -> Iterator[Metric]:
-        jobs = list(self._federation.jobs.values())
-        shown = self._shown_jobs()
+    def _job_metrics(self, jobs: Sequence[JobEntry], shown: Sequence[JobEntry]) -> Iterator[Metric]:
         by_phase = GaugeMetricFamily("geofed_jobs", "Jobs by state, including ended ones", labels=["state"])
         for phase in sorted(ACTIVE | TERMINAL):
             by_phase.add_metric([phase], self._phases.get(phase, 0))
@@ -134,15 +134,10 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
         completed: dict[str, int] = {}
         bytes_: dict[tuple[str, str], int] = {}
         for part in (part for entry in jobs for part in entry.state.partitions):
-            if part.report is None:
-                continue
-            completed[part.region] = completed.get(part.region, 0) + part.report.round
-            for other, count in part.report.totals.sent_bytes.items():
-                link = (part.region, other)
-                bytes_[link] = bytes_.get(link, 0) + count
-        for copy in (copy for entry in jobs for copy in entry.state.copies):
-            for other, count in copy.report.totals.sent_bytes.items() if copy.report is not None else ():
-                bytes_[copy.source, other] = bytes_.get((copy.source, other), 0) + count
+            if part.report is not None:
+                completed[part.region] = completed.get(part.region, 0) + part.report.round
+        for link, count in (sent for entry in jobs for sent in entry.sent_bytes):
+            bytes_[link] = bytes_.get(link, 0) + count
         for region, count in completed.items():
             rounds.add_metric([region], count)
         most = sorted(bytes_.items(), key=lambda item: -item[1])
@@ -152,10 +147,6 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
             sent.add_metric(["", ""], others)
         yield rounds
         yield sent
-
-    def _shown_jobs(self) -> list[JobEntry]:
-        jobs = list(self._federation.jobs.values())
-        return heapq.nlargest(SHOWN_JOBS, jobs, key=lambda entry: entry.row.created_at)
 
     def _partition_metrics(self, jobs: Sequence[JobEntry]) -> Iterator[Metric]:
         reports = [
@@ -171,8 +162,8 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
                     gauge.add_metric([job, region], shown)
             yield gauge
 
-    def _link_metrics(self) -> Iterator[Metric]:
-        links = [(entry.row.id, link) for entry in self._shown_jobs() for link in wan_links(entry.state)]
+    def _link_metrics(self, jobs: Sequence[JobEntry]) -> Iterator[Metric]:
+        links = [(entry.row.id, link) for entry in jobs for link in wan_links(entry.state)]
         for name, text, value in LINK_GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=["job", "source", "destination"])
             for job, link in links:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sqlalchemy import (
     Connection,
+    Insert,
     Table,
     Update,
     and_,
@@ -47,6 +48,11 @@ _NEXT_COMMAND = (
 _TAKEN = delete(t.commands).where(
     t.commands.c.region == bindparam("found_region"), t.commands.c.seq <= bindparam("found_seq")
 )
+_ADDED_EVENTS = insert(t.events).returning(t.events.c.cursor, sort_by_parameter_order=True)
+_CURSORS = select(
+    t.regions.c.command_seq, t.regions.c.command_cursor, t.regions.c.report_cursor, t.regions.c.shared_seq
+).where(t.regions.c.name == bindparam("found_name"))
+_LAST_AUDIT = select(t.audit.c.seq, t.audit.c.hash).order_by(t.audit.c.seq.desc()).limit(1)
 
 
 def apply(connection: Connection, change: Change, max_log_lines: int) -> Committed:
@@ -102,7 +108,13 @@ def put(
     found = {f"found_{name}": value for name, value in key.items()}
     new = {f"new_{name}": value for name, value in values.items()}
     if connection.execute(_update_of(table, tuple(key), tuple(values)), found | new).rowcount == 0:
-        connection.execute(insert(table), values | (on_insert or {}))
+        connection.execute(_insert_into(table), values | (on_insert or {}))
+
+
+@cache
+def _insert_into(table: Table) -> Insert:
+    """Return the insertion of a row; making it anew takes longer than the insertion."""
+    return insert(table)
 
 
 @cache
@@ -123,8 +135,7 @@ def _append_events(connection: Connection, events: Sequence[EventRow]) -> tuple[
     if not events:
         return ()
     values = [{key: value for key, value in vars(event).items() if key != "cursor"} for event in events]
-    added = insert(t.events).returning(t.events.c.cursor, sort_by_parameter_order=True)
-    cursors = connection.execute(added, values).scalars()
+    cursors = connection.execute(_ADDED_EVENTS, values).scalars()
     return tuple(replace(event, cursor=cursor) for event, cursor in zip(events, cursors, strict=True))
 
 
@@ -133,13 +144,13 @@ def _append_command(connection: Connection, command: CommandRow) -> CommandRow:
     if seq is None:
         raise GeofedError("REGION_NOT_FOUND", f"region {command.region} not found")
     numbered = replace(command, seq=seq)
-    connection.execute(insert(t.commands), asdict(numbered))
+    connection.execute(_insert_into(t.commands), asdict(numbered))
     return numbered
 
 
 def _append_logs(connection: Connection, lines: tuple[LogRow, ...], max_log_lines: int) -> None:
     rows = [{key: value for key, value in asdict(line).items() if key != "cursor"} for line in lines]
-    connection.execute(insert(t.logs), rows)
+    connection.execute(_insert_into(t.logs), rows)
     for job in {line.job for line in lines}:
         _drop_oldest(connection, job, max_log_lines)
 
@@ -187,8 +198,7 @@ def _delete_job(connection: Connection, gone: Deletion) -> None:
 
 
 def cursors_of(connection: Connection, region: str) -> Cursors:
-    columns = (t.regions.c.command_seq, t.regions.c.command_cursor, t.regions.c.report_cursor, t.regions.c.shared_seq)
-    row = connection.execute(select(*columns).where(t.regions.c.name == region)).mappings().first()
+    row = connection.execute(_CURSORS, {"found_name": region}).mappings().first()
     return Cursors(**row) if row else Cursors(0, 0, 0)
 
 
@@ -211,7 +221,7 @@ def _append_audit(connection: Connection, entries: Sequence[Mapping[str, Any]]) 
     """Append to the audit log; return the last entry. Only the leader writes, so that nobody appends meanwhile."""
     if not entries:
         return None
-    found = connection.execute(select(t.audit.c.seq, t.audit.c.hash).order_by(t.audit.c.seq.desc()).limit(1)).first()
+    found = connection.execute(_LAST_AUDIT).first()
     seq, before = (found.seq, found.hash) if found is not None else (0, GENESIS)
     rows = []
     for facts in entries:
@@ -219,5 +229,5 @@ def _append_audit(connection: Connection, entries: Sequence[Mapping[str, Any]]) 
         text = entry_text(seq, facts)
         before = hash_of(before, text)
         rows.append(AuditRow(text, seq, before))
-    connection.execute(insert(t.audit), [vars(row) for row in rows])
+    connection.execute(_insert_into(t.audit), [vars(row) for row in rows])
     return rows[-1]

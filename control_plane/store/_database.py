@@ -12,10 +12,12 @@ from sqlalchemy import (
     Connection,
     Engine,
     and_,
+    bindparam,
     select,
     update,
 )
 from sqlalchemy.exc import DatabaseError, DataError, IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from control_plane.store import _schema as t
 from control_plane.store._records import (
@@ -32,6 +34,18 @@ _CLEARING = "busy_timeout=1000"
 """The same while the log is emptied: no write can begin meanwhile."""
 _SETTLE_PAUSE_SECONDS = 0.2
 """Time between two attempts to look up a commit."""
+
+
+def _by_leader(**values: Any) -> ReturningUpdate[int]:
+    """Return an update of the leader's row, with the number of its last change; made once, since that takes longer
+    than the update."""
+    own = update(t.leadership).where(t.leadership.c.epoch == bindparam("own_epoch"))
+    return own.values(**values).returning(t.leadership.c.changes)
+
+
+_CHANGE = _by_leader(changes=t.leadership.c.changes + 1)
+_BEAT = _by_leader(beats=t.leadership.c.beats + 1)
+_RELEASE = _by_leader(holder="")
 
 
 class OutcomeUnknown(Exception):
@@ -85,18 +99,17 @@ class Database:
     def beat(self) -> None:
         """Give a sign of life. Raises ``GeofedError("STANDBY")`` if another control plane leads."""
         with self._transaction() as connection:
-            self._write_as_leader(connection, beats=t.leadership.c.beats + 1)
+            self._write_as_leader(connection, _BEAT)
 
     def release(self) -> None:
         """Let another control plane lead at once."""
         with self._transaction() as connection:
-            self._write_as_leader(connection, holder="")
+            self._write_as_leader(connection, _RELEASE)
 
-    def _write_as_leader(self, connection: Connection, **values: Any) -> int:
+    def _write_as_leader(self, connection: Connection, write: ReturningUpdate[int]) -> int:
         """Update the row of the leadership, which also locks it until the transaction ends, so that no other control
         plane takes over in between; return the number of the last change."""
-        own = update(t.leadership).where(t.leadership.c.epoch == self._epoch).values(**values)
-        number = connection.execute(own.returning(t.leadership.c.changes)).scalar()
+        number = connection.execute(write, {"own_epoch": self._epoch}).scalar()
         if number is None:
             raise GeofedError("STANDBY", "another control plane leads now")
         return int(number)
@@ -106,7 +119,7 @@ class Database:
         """Run a transaction as the leader. If its commit fails, whether it was stored is looked up."""
         number = 0
         with self._transaction(lambda: self._settle(number)) as connection:
-            number = self._write_as_leader(connection, changes=t.leadership.c.changes + 1)
+            number = self._write_as_leader(connection, _CHANGE)
             if self._last_change is not None and number <= self._last_change:
                 text = "the database has lost changes of this control plane, as after a switch to an older replica"
                 raise GeofedError("STANDBY", text)

@@ -46,10 +46,10 @@ def followed(
     """Play it to the end. Level 0 of ``follow`` is no pace."""
     changes = sorted({at for capacity in capacities.values() for at, _ in capacity.changes if at > now})
     room = tuple((at, tuple(_devices_at(capacity, at) for capacity in capacities.values())) for at in (now, *changes))
-    going = []
+    going, rows = [], {row: number for number, row in enumerate(capacities)}
     for gang in gangs:
         rates = (0.0, *(pace.rate for pace in gang.paces))
-        needs = tuple(tuple(gang.needs(pace).get(row, 0) for row in capacities) for pace in range(-1, len(gang.paces)))
+        needs = tuple(_by_row(gang.needs(pace), rows) for pace in range(-1, len(gang.paces)))
         plan = plans.get(gang.name, ())
         going.append(
             Going(
@@ -59,6 +59,15 @@ def followed(
         )  # fmt: skip
     chosen = {name: pace + 1 for name, pace in paces.items()}
     return follow(now, room, going, chosen, rules.overhead, ground)
+
+
+def _by_row(needs: Mapping[str, int], rows: Mapping[str, int]) -> tuple[int, ...]:
+    """Return what is needed of each row. ``rows``: their places."""
+    found = [0] * len(rows)
+    for row, count in needs.items():
+        if row in rows:
+            found[rows[row]] = count
+    return tuple(found)
 
 
 def _devices_at(capacity: DeviceCapacity, at: float) -> int:

@@ -15,6 +15,7 @@ from control_plane.blobs import BlobStore
 from control_plane.core import Connected
 from control_plane.service import Federation
 from control_plane.service.planning._planning import plan_json
+from control_plane.service.state import _changes
 from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry
@@ -33,6 +34,8 @@ class Place:
         self.together: list[int] = []
         self.open = asyncio.Event()
         self.open.set()
+        self.each_seconds = 0.0
+        """Time that each change of a transaction takes."""
         self.federation = Federation(store, BlobStore(folder / "blobs"), lambda: self.at, LEASE, "test")
         self._store_changes = self.federation.changes._store
         self.federation.changes._store = self._stored
@@ -40,6 +43,7 @@ class Place:
     async def _stored(self, changes: Sequence[Draft]) -> Sequence[Committed]:
         await self.open.wait()
         self.together.append(len(changes))
+        await asyncio.sleep(len(changes) * self.each_seconds)
         return await self._store_changes(changes)
 
     async def invite(self, name: str) -> None:
@@ -193,3 +197,29 @@ def test_a_job_whose_end_is_being_stored_is_known_all_the_time(tmp_path: Path, j
         assert not federation.changes.ended
 
     _in(tmp_path, scenario)
+
+
+def test_a_transaction_that_takes_long_is_followed_by_one_with_fewer_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader's signs of life wait for it."""
+    monkeypatch.setattr(_changes, "_STORE_SECONDS", 0.05)
+
+    async def scenario(place: Place) -> None:
+        place.each_seconds = 0.02
+        await asyncio.gather(*await place.begin(*(place.invite(f"r{number}") for number in range(24))))
+        assert place.together[:2] == [1, 20]
+        assert place.together[2] <= 2
+        assert sum(place.together) == 24
+
+    _in(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("limit", "stored", "seconds", "then"),
+    [(20, 20, 0.1, 40), (200, 200, 0.1, 200), (20, 5, 0.1, 20), (200, 200, 3.0, 20), (20, 1, 5.0, 1)],
+)
+def test_the_number_of_changes_in_a_transaction_follows_the_time_of_the_last(
+    limit: int, stored: int, seconds: float, then: int
+) -> None:
+    assert _changes._together_next(limit, stored, seconds) == then

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from control_plane.service.measuring import _profiling
 from control_plane.service.planning._admission import Answer, PendingAdmission
 from control_plane.service.rpc import _control
 from control_plane.spec import JobSpec, parse_request
+from control_plane.store import Change, Committed, Store
 from geofed_pb.errors import GeofedError
 from scheduler import Capacity
 from tests.control_plane.conftest import staged
@@ -112,5 +114,51 @@ def test_of_two_that_ask_for_the_last_room_at_once_one_gets_it_and_a_request_mak
             assert len(taken) + len(refused) == 3
             assert set(refused) == {"INADMISSIBLE"}
             await agent.close()
+
+    run(scenario())
+
+
+class SlowStore:
+    """Has the first new job wait until it is stored."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        commit = Store.commit_all
+
+        def waiting(store: Store, changes: Sequence[Change]) -> list[Committed]:
+            if any(change.jobs for change in changes) and not self.begun.is_set():
+                self.begun.set()
+                assert self.may_end.wait(30)
+            return commit(store, changes)
+
+        monkeypatch.setattr(Store, "commit_all", waiting)
+
+
+def test_while_a_job_is_stored_the_next_is_planned_and_knows_of_it(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two jobs with secure aggregation, that differ by one region, the second would tell that region's updates."""
+    secure = ("train.end={steps: 20}", "privacy.secureAggregation=true", "privacy.minRegions=3")
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            agents = [await stage.agent(name) for name in "abcd"]
+            for agent in agents:
+                await agent.connect()
+            slow = SlowStore(monkeypatch)
+            first = asyncio.create_task(stage.submit(job_file, "r1", secure))
+            assert await asyncio.to_thread(slow.begun.wait, 30)
+            again = asyncio.create_task(stage.submit(job_file, "r1", secure))
+            async with asyncio.timeout(15):
+                with pytest.raises(GeofedError, match="differs by d"):
+                    await stage.submit(job_file, "r2", (*secure, "regions.avoid=[d]"))
+            assert not first.done()
+            assert not again.done()
+            slow.may_end.set()
+            replies = [await first, await again]
+            assert replies[0].job.id == replies[1].job.id
+            assert [reply.created for reply in replies].count(True) == 1
+            for agent in agents:
+                await agent.close()
 
     run(scenario())

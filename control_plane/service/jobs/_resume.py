@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from control_plane._view import standing_text
 from control_plane.service.jobs._submission import NewJob, admit, new_row, require_request_id
@@ -51,16 +52,16 @@ async def resume(federation: Federation, probing: Probing, job: str, request_id:
         shared_with=row.shared_with,
     )
 
-    async def check(draft: Draft) -> JobEntry | None:
+    def check(draft: Draft) -> None:
         draft.by = by
-        return await _earlier(federation, entry, request_id)
 
-    return await admit(federation, NewJob(new_job, rest, learnt, starting_from(federation, entry, model)), check)
+    new = NewJob(new_job, rest, learnt, starting_from(federation, entry, model))
+    return await admit(federation, new, check, earlier=partial(_earlier, federation, entry, request_id))
 
 
 async def _earlier(federation: Federation, entry: JobEntry, request_id: str) -> JobEntry | None:
     """Return the job that was created with the same request ID, or None."""
-    row = await federation.read(lambda store: store.job_of_request(request_id))
+    row = await federation.lookup.job_of_request(request_id)
     if row is None:
         return None
     found = await federation.lookup.find_job(row.id)

@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -128,7 +130,7 @@ async def submit(
     learnt = await probing.learnt(spec, code_digest, request.bundle_digest, submission)
     new = NewJob(row, spec, learnt, initial_model)
 
-    async def check(draft: Draft) -> JobEntry | None:
+    def check(draft: Draft) -> None:
         if user and user not in draft.users:
             raise GeofedError("UNAUTHENTICATED", f"user {user} was removed")
         for digest in initial_model.uploaded if initial_model is not None else ():
@@ -136,9 +138,8 @@ async def submit(
                 assert initial_model is not None
                 text = f"{initial_model.text}, {digest}, is not at the control plane"
                 raise GeofedError("MODEL_NOT_FOUND", text, hint="submit the job again, which uploads a file again")
-        return await _earlier(federation, row)
 
-    return await admit(federation, new, check)
+    return await admit(federation, new, check, earlier=partial(_earlier, federation, row))
 
 
 def require_request_id(request_id: str) -> None:
@@ -169,37 +170,44 @@ def new_row(spec: JobSpec, bundle_digest: str, request_id: str, user: str) -> Jo
 async def admit(
     federation: Federation,
     new: NewJob,
-    check: Callable[[Draft], Awaitable[JobEntry | None]],
+    check: Callable[[Draft], None],
     also: Callable[[Draft, AdmittedJob], None] = lambda draft, decided: None,
+    earlier: Callable[[], Awaitable[JobEntry | None]] | None = None,
 ) -> tuple[JobEntry, bool]:
     """Plan a job, store it and start it; return it, and whether it is new.
 
     Args:
-        check: called in each change before the job is stored; returns a job that exists already, and aborts by raising.
+        check: called in each change before the job is stored; aborts by raising.
         also: further changes, stored together with the job.
+        earlier: returns the job if it exists already; None: it does not.
 
     Raises ``GeofedError``: INADMISSIBLE, or the code of the reason, if it is declined; UNAVAILABLE if the federation
     changes faster than it is planned.
     """
     spec, row, model = new.spec, new.row, new.initial_model
-    async with federation.planning:
-        # No other job is stored meanwhile.
+    with ExitStack() as planning:
+        await federation.planning.acquire()
+        planning.callback(federation.planning.release)
+        # No other job is planned meanwhile.
+        if earlier is not None and (known := await earlier()) is not None:
+            return known, False
         earlier_jobs = await same_start(federation, spec, model, row.task_key)
         for _ in range(_MAX_PLANS):
             admission, answer = await federation.answer(spec, row.id, new.learnt, row.user)
             async with federation.change() as draft:
-                if (earlier := await check(draft)) is not None:
-                    return earlier, False
+                check(draft)
                 if isinstance(answer, Declined):
                     raise declined_error(answer)
-                decided = federation.allocation.admission(draft, spec, row.id, new.learnt, row.user).confirm(
-                    answer, admission
-                )
+                present = federation.allocation.admission(draft, spec, row.id, new.learnt, row.user, at_once=True)
+                decided = present.confirm(answer, admission)
+                await asyncio.sleep(0)  # others get a turn, since either half takes some milliseconds
                 if decided is not None:
                     if (refused := refused_by_difference(spec, decided.plan, model, earlier_jobs)) is not None:
                         raise declined_error(refused)
                     _store(draft, new, decided)
                     also(draft, decided)
+                    # The next job is planned while this one is stored.
+                    draft.applied = planning.close
             if decided is not None:
                 return await federation.lookup.find_job(row.id), True
     raise GeofedError("UNAVAILABLE", "the regions change faster than the job is planned")
@@ -207,7 +215,7 @@ async def admit(
 
 async def _earlier(federation: Federation, row: JobRow) -> JobEntry | None:
     """Return the job that was created with the same request ID, or None."""
-    earlier = await federation.read(lambda store: store.job_of_request(row.request_id))
+    earlier = await federation.lookup.job_of_request(row.request_id)
     if earlier is None:
         return None
     if earlier.user != row.user:

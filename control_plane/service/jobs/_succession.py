@@ -260,11 +260,10 @@ class Succession:
         new_job = replace(new_job, task_key=key, signature_json=row.signature_json, shared_with=row.shared_with)
         new = NewJob(new_job, planned, await self._learnt(entry, rest), model)
 
-        async def check(draft: Draft) -> JobEntry | None:
+        def check(draft: Draft) -> None:
             present = draft.job(row.id)
             if present is None or not present.state.awaits_successor:
                 raise _NotWaiting
-            return None
 
         def also(draft: Draft, decided: AdmittedJob) -> None:
             regions, taken = _regions(decided.plan), _taken(entry)

@@ -98,7 +98,9 @@ class PendingAdmission:
         """Plan the job. It is declined if it cannot run, cannot meet its deadline, or exceeds its user's quota."""
         # Prefer a plan without workers that inelastic jobs hold; if there is none, plan with those too, and wait.
         fixed, devices = self.draft.fixed_workers(), self.draft.fixed_devices()
-        planners = [self._planner(*busy) for busy in ([(fixed, devices), ({}, {})] if fixed else [({}, {})])]
+        seen: dict[int, Snapshot] = {}
+        kinds = [(fixed, devices), ({}, {})] if fixed else [({}, {})]
+        planners = [self._planner(*busy, seen) for busy in kinds]
         demands = self._demands()
         refusals: list[Declined] = []
         for step, demand in enumerate(demands):
@@ -153,12 +155,14 @@ class PendingAdmission:
         steps = [to_demand(self.spec, self.job, now, deadline=step.deadline) for step in soft]
         return [hard, *steps, replace(hard, deadline_seconds=None)]
 
-    def _planner(self, busy: dict[str, int], devices: dict[str, int]) -> _Planner:
+    def _planner(self, busy: dict[str, int], devices: dict[str, int], seen: dict[int, Snapshot]) -> _Planner:
+        """Return the planner of a demand. ``seen``: the federation's snapshots by batch, to which others are added."""
         train, demand = self.spec.train, self._demands()[0]
 
         def snapshot(batch: int) -> Snapshot:
-            found = snapshot_of(self.draft.regions.values(), (), self.learnt, batch)
-            return replace(found, busy_workers=busy, busy_devices=devices)
+            if batch not in seen:
+                seen[batch] = snapshot_of(self.draft.regions.values(), (), self.learnt, batch)
+            return replace(seen[batch], busy_workers=busy, busy_devices=devices)
 
         usual = snapshot(train.probed_batch)
         planner = Planner(usual)

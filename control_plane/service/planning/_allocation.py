@@ -90,14 +90,18 @@ class Allocation:
         self.served: Mapping[str, float] = {}
         """Recent worker seconds of users' ended jobs without a promise, by user."""
 
-    def admission(self, draft: Draft, spec: JobSpec, job: str, learnt: Learnt, user: str = "") -> PendingAdmission:
-        """Return a new job of a user (empty: the operator, who has no quota), with the state that it is planned by."""
+    def admission(
+        self, draft: Draft, spec: JobSpec, job: str, learnt: Learnt, user: str = "", *, at_once: bool = False
+    ) -> PendingAdmission:
+        """Return a new job of a user (empty: the operator, who has no quota), with the state that it is planned by:
+        a copy, unless it is used ``at_once``."""
         served = self._served(draft)
 
         def gangs_of(present: Draft, together: Near) -> list[Gang]:
             return list(self._gangs(present, together, served).values())
 
-        return PendingAdmission(frozen(draft), spec, job, learnt, user, gangs_of, dict(self._held), served)
+        state = draft if at_once else frozen(draft)
+        return PendingAdmission(state, spec, job, learnt, user, gangs_of, dict(self._held), served)
 
     def review(self, draft: Draft) -> None:
         """Start, scale, pause and resume jobs by a common allocation.

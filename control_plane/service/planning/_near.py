@@ -91,14 +91,17 @@ def _left(
     preemptible: bool,
 ) -> dict[str, DeviceCapacity]:
     """Return the workers and devices that the other jobs leave."""
-    left = {}
-    for region, capacity in capacities.items():
-        own = sum(use.workers.get(region, 0) for use in uses.values() if use.preemptible == preemptible)
-        left[region] = capacity.devices - (draft.busy(region, preemptible=preemptible) - own)
+    own: dict[str, int] = {}
+    for use in uses.values():
+        for region, count in use.workers.items() if use.preemptible == preemptible else ():
+            own[region] = own.get(region, 0) + count
+    left = {
+        region: capacity.devices - (draft.busy(region, preemptible=preemptible) - own.get(region, 0))
+        for region, capacity in capacities.items()
+    }
     for name in rest if not preemptible else ():
-        use = draft.use(name)
-        if name in held and name not in uses and use is not None:
-            has = {} if use.preemptible else use.workers
+        if name in held and name not in uses and (other := draft.use(name)) is not None:
+            has = {} if other.preemptible else other.workers
             for region, workers in _promised(held[name]).items():
                 if region in left:
                     left[region] -= max(0, workers - has.get(region, 0))

@@ -20,6 +20,8 @@ __all__ = ["warnings_of"]
 
 _NAMED = 2
 """Layers that a warning names."""
+_NO_WARNING = ("live", "invited")
+"""How regions stand of which nothing is to be said."""
 STALE_DAYS = 90
 """Age in days from which prices count as outdated: clouds change their price lists a few times a year."""
 
@@ -120,10 +122,9 @@ def _plaintext(chosen: Plan, regions: Mapping[str, RegionEntry]) -> Iterator[str
 
 def _away(taken: list[str], spec: JobSpec, regions: Mapping[str, RegionEntry]) -> Iterator[str]:
     use, avoid = spec.regions.use, spec.regions.avoid
-    for name, entry in sorted(regions.items()):
-        phase = entry.state.standing
-        if phase in ("live", "invited"):
-            continue
+    away = {name: phase for name, entry in regions.items() if (phase := entry.state.standing) not in _NO_WARNING}
+    for name, phase in sorted(away.items()):
+        entry = regions[name]
         if name in taken:
             yield f"region {name} is {phase}; the job cannot start without it"
         elif name not in avoid and (not use or name in use) and (samples := _samples(entry, spec.data.dataset)):

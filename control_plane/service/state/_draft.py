@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -104,6 +104,8 @@ class Draft:
     """User who has requested the changes, which the events name; empty: nobody."""
     void: bool = False
     """Whether the draft is to be dropped."""
+    applied: Callable[[], None] | None = None
+    """Called once the next changes build on this one, before it is stored."""
     dropped_models: list[str] = field(default_factory=list)
     """Digests of models that their jobs keep no longer."""
     index: JobIndex | None = None
@@ -162,11 +164,20 @@ class Draft:
 
     def fixed_workers(self) -> dict[str, int]:
         """Return the same of all regions where there are any."""
-        return {name: fixed for name in self.regions if (fixed := self.fixed(name))}
+        found = self._fixed_anywhere()
+        return {name: fixed for name in self.regions if (fixed := found.get(name))}
 
     def fixed_devices(self) -> dict[str, int]:
         """Return the devices of these workers, by region."""
-        return {name: fixed for name in self.regions if (fixed := self.fixed(devices_of(name)))}
+        found = self._fixed_anywhere()
+        return {name: fixed for name in self.regions if (fixed := found.get(devices_of(name)))}
+
+    def _fixed_anywhere(self) -> dict[str, int]:
+        found = self._indexed().all_fixed()
+        for use, sign in self._changes_of_use():
+            for row, count in use.workers.items() if use.fixed else ():
+                found[row] = found.get(row, 0) + sign * count
+        return found
 
     def unpromised_seconds(self) -> dict[str, float]:
         """Return the worker seconds of active jobs without a promised deadline, by user, with the draft's changes."""

@@ -41,12 +41,12 @@ from control_plane.service.state._catalogue import fault_of, read_catalogue
 from control_plane.service.state._certificates import Certificate, admit_certificate
 from control_plane.service.state._changes import Changes
 from control_plane.service.state._draft import OPERATOR, Draft
-from control_plane.service.state._entries import JobEntry, RegionEntry
+from control_plane.service.state._entries import JobEntry, RegionEntry, reported_workers
 from control_plane.service.state._job_lookup import JobLookup, active_jobs
 from control_plane.service.state._leading import Leading, StoreThreads
 from control_plane.service.state._notifier import Notifier
 from control_plane.spec import JobSpec, packed_code_digest
-from control_plane.store import CommandRow, Committed, JobRow, OutcomeUnknown, Store, UserRow
+from control_plane.store import CommandRow, Committed, Cursors, JobRow, OutcomeUnknown, Store, UserRow
 from geofed_pb.bounds import NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.features import FEATURES
@@ -96,8 +96,8 @@ class Federation:
         self._lock = asyncio.Lock()
         """Held while a change is made, but not while it is stored."""
         self.planning = asyncio.Lock()
-        """Held while a new job is planned, and taken before `change`: jobs are planned one after another, so that each
-        plan accounts for the jobs before it."""
+        """Held while a new job is planned, but not while it is stored, and taken before `change`: jobs are planned one
+        after another, so that each plan accounts for the jobs before it."""
         self._closed = False
         self.stopping = False
         self._ticked_at = 0.0
@@ -234,6 +234,8 @@ class Federation:
             if draft.void:
                 return
             stored = self.changes.add(draft)
+            if draft.applied is not None:
+                draft.applied()
         if stored is not None:
             # It is stored also if the caller is cancelled.
             await asyncio.shield(stored)
@@ -361,6 +363,8 @@ class Federation:
             catalogue = read_catalogue(region, hello.catalogue_json)
         except GeofedError as error:
             fault, catalogue = error.message, None
+        # Before the change, so that sessions do not wait for each other's reads. The transaction reads them again.
+        cursors = await self.read(partial(Store.cursors, region=region))
         async with self.change() as draft:
             if shown is not None:
                 admit_certificate(draft, region, shown)
@@ -370,7 +374,7 @@ class Federation:
             features = tuple(sorted(set(FEATURES).intersection(hello.features)))
             draft.apply_to_region(region, Connected(draft.at, boot_id, lease, fault, address, features))
             entry = self._known(draft, region)
-            await self._resume(draft, before, hello)
+            self._resume(draft, before, hello, cursors)
             row = replace(entry.row, agent_version=clean(hello.agent_version[:64], 64))
             if catalogue is not None:
                 row = replace(row, cloud=catalogue.cloud, catalogue_json=to_json(asdict(catalogue)))
@@ -383,11 +387,10 @@ class Federation:
         session.wake()
         return session
 
-    async def _resume(self, draft: Draft, before: RegionEntry, hello: agent_pb2.Hello) -> None:
+    def _resume(self, draft: Draft, before: RegionEntry, hello: agent_pb2.Hello, cursors: Cursors) -> None:
         """Have both sides continue from their sequence numbers. A side restored from a backup is behind the other: it
         takes over the other's numbers, and all commands are sent to the agent again."""
         region = before.row.name
-        cursors = await self.read(partial(Store.cursors, region=region))
         draft.met = (region, hello.command_cursor)
         applied = self.report_cursor(region)
         if hello.report_cursor > applied:
@@ -551,11 +554,7 @@ class Federation:
 
     def occupied(self, may_read: Callable[[JobRow], bool]) -> dict[str, int]:
         """Return by region the workers of active jobs that a caller may not read."""
-        found: dict[str, int] = {}
-        for entry in list(self.jobs.values()):
-            for part in () if may_read(entry.row) else entry.state.partitions:
-                found[part.region] = found.get(part.region, 0) + (part.report.workers if part.report else 0)
-        return {region: workers for region, workers in found.items() if workers}
+        return reported_workers(entry for entry in list(self.jobs.values()) if not may_read(entry.row))
 
     def describe_region(self, entry: RegionEntry) -> control_pb2.Region:
         """Return the region's message for users."""

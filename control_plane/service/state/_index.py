@@ -91,6 +91,10 @@ class JobIndex:
         """Return the workers of jobs that keep them to their end."""
         return self._fixed.get(region, 0)
 
+    def all_fixed(self) -> dict[str, int]:
+        """Return these by region, and their devices."""
+        return dict(self._fixed)
+
     def starts_from(self, digest: str) -> bool:
         """Whether a job starts from a model."""
         return digest in self._models

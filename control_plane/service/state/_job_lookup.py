@@ -58,14 +58,30 @@ class JobLookup:
         return self._jobs.get(row.id) or entry_of(row)
 
     async def jobs_that_began(self, *, task_key: str = "", digest: str = "", secure: bool = False) -> list[JobEntry]:
-        """Return what `Store.jobs_that_began` does, as entries."""
+        """Return what `Store.jobs_that_began` does, as entries, with the new jobs that are being stored."""
+        fresh = {
+            job.row.id: job
+            for name in self._changes.new
+            if (job := self._changes.latest.jobs.get(name)) is not None
+            and (digest or job.row.task_key == task_key)
+            and (job.row.secure_aggregation or not secure)
+        }
 
         def entries(store: Store) -> list[JobEntry]:
             # Parsed in the thread, since many jobs take long.
             rows = store.jobs_that_began(task_key=task_key, digest=digest, secure=secure)
-            return [self._jobs.get(row.id) or entry_of(row) for row in rows]
+            stored = [self._jobs.get(row.id) or entry_of(row) for row in rows if row.id not in fresh]
+            return [*fresh.values(), *stored]
 
         return await self._threads.run(entries)
+
+    async def job_of_request(self, request_id: str) -> JobRow | None:
+        """Return the job that was created with a request ID, or None; one that is being stored is waited for."""
+        latest = self._changes.latest.jobs
+        for name, stored in list(self._changes.new.items()):
+            if (entry := latest.get(name)) is not None and entry.row.request_id == request_id:
+                await asyncio.wait({stored})
+        return await self._threads.run(lambda store: store.job_of_request(request_id))
 
     async def ended_job(self, job_id: str) -> JobEntry | None:
         """Return an ended job by its ID; None if it is active or there is none."""

@@ -161,6 +161,9 @@ class Sweeper:
 
     async def _remove_files(self, wanted: Callable[[Stored], bool]) -> None:
         remaining = {}
+        # First without holding up any change, since to look at all jobs takes seconds.
+        if not any(item.file is not None and wanted(item.stored) for item in await self._files()):
+            return
         # While a change is open, no job is stored that needs one of them.
         async with self._federation.change() as draft:
             draft.void = True
