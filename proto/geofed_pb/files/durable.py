@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +32,8 @@ Reuse = Callable[[int, Path], object]
 are most of what a new file costs."""
 _WINDOW_BYTES = 4 << 20
 """Bytes that a throttled write passes to the disk in one piece."""
+_DIRECT_BYTES = 4 << 20
+"""Bytes that are written to the disk at a time past the page cache: enough for the disk's full rate."""
 
 
 def write_durably(path: Path, pieces: Sequence[Buffer], *, mode: int | None = None, reuse: Reuse | None = None) -> None:
@@ -55,12 +59,13 @@ def write_unflushed(path: Path, pieces: Sequence[Buffer], reuse: Reuse | None = 
 
 
 def begin_write(
-    path: Path, pieces: Sequence[Buffer], reuse: Reuse | None = None, *, mode: int | None = None
+    path: Path, pieces: Sequence[Buffer], reuse: Reuse | None = None, *, mode: int | None = None, direct: bool = False
 ) -> BinaryIO:
     """Write a file under a temporary name, for `commit_write`, and return it open.
 
     It stays open because the kernel is sure to report a failed write only to the descriptor that wrote. ``reuse``
-    gives an old file to overwrite. ``mode``: as for `write_durably`.
+    gives an old file to overwrite. ``mode``: as for `write_durably`. ``direct``: past the page cache, where the file
+    system can, for a file that is flushed at once and hardly ever read.
     """
     if reuse is not None:
         reuse(sum(memoryview(piece).nbytes for piece in pieces), _partial(path))
@@ -72,11 +77,52 @@ def begin_write(
         if mode is not None:
             # Also a file that a crash has left behind, and whatever the umask.
             os.fchmod(file.fileno(), mode)
+        if direct:
+            at, rest = _write_direct(file.fileno(), pieces)
+            file.seek(at)
+            pieces = [rest]
         for piece in pieces:
             file.write(piece)
         file.truncate()
         undo.pop_all()
     return file
+
+
+def _write_direct(descriptor: int, pieces: Sequence[Buffer]) -> tuple[int, bytes]:
+    """Write the content past the page cache as far as it fills whole blocks; return how far that is, and the rest.
+
+    The kernel takes memory that begins at a page alone, so the content is copied into such memory block by block, where
+    it stays in the CPU's cache.
+    """
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
+    with mmap.mmap(-1, _DIRECT_BYTES) as block, memoryview(block) as view:
+        filled = at = 0
+        for piece in pieces:
+            left = memoryview(piece).cast("B")
+            while left:
+                count = min(_DIRECT_BYTES - filled, len(left))
+                view[filled : filled + count] = left[:count]
+                filled, left = filled + count, left[count:]
+                if filled == _DIRECT_BYTES:
+                    _write_block(descriptor, view, at, flags)
+                    filled, at = 0, at + _DIRECT_BYTES
+        rest = bytes(view[:filled])
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    return at, rest
+
+
+def _write_block(descriptor: int, block: memoryview, at: int, flags: int) -> None:
+    done = 0
+    while done < len(block):
+        try:
+            done += os.pwrite(descriptor, block[done:], at + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL or fcntl.fcntl(descriptor, fcntl.F_GETFL) == flags:
+                raise
+            # The file system takes blocks of another size, or what is left of one after a short write.
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
 def _close_failed(file: BinaryIO) -> None:
@@ -99,14 +145,17 @@ def _write_back(file: BinaryIO) -> None:
         time.sleep(time.monotonic() - begun)
 
 
-def commit_write(path: Path, file: BinaryIO, *, throttled: bool = False) -> None:
-    """Make a file of `begin_write` durable under its name; ``throttled``: in small pieces, for the sake of others."""
+def commit_write(path: Path, file: BinaryIO, *, throttled: bool = False, final: Path | None = None) -> None:
+    """Make a file of `begin_write` durable under its name, or under another one in the same folder, ``final``.
+
+    ``throttled``: in small pieces, for the sake of others.
+    """
     with disk_full_as_error(path):
         with file:
             if throttled:
                 _write_back(file)
             os.fsync(file.fileno())
-        os.replace(_partial(path), path)
+        os.replace(_partial(path), final or path)
         flush_folder(path.parent)
 
 

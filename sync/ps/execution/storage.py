@@ -71,6 +71,7 @@ from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreMetric
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.frames import check_received
 from sync.ps.execution.replica import ReplicaState
+from sync.ps.execution.threads import background_thread
 from sync.store import BufferPool
 from sync.transfer.manifest import Manifest
 
@@ -81,6 +82,9 @@ _KEPT_CHECKPOINTS = 2
 """Checkpoints on disk: if the newest one is damaged, the merges since the one before it are repeated."""
 _KEPT_ROUNDS = 4
 """Models of evaluated rounds on disk. The control plane fetches one soon after its evaluation, if it wants it."""
+_DIRECT_BYTES = 16 << 20
+"""Checkpoints from this size on are written past the page cache where the exchange waits for them: they are hardly ever
+read, and neither a copy nor new pages of the page cache are needed. A choice."""
 _MEMORY = "memory/"
 """Prefix, in a checkpoint, of tensors that the WAN policy and the guard keep between merges."""
 _MARK = "mark/"
@@ -386,8 +390,7 @@ class Storage:
         last attempt whose workers began from this state.
         """
         checkpoint = self.begin_checkpoint(replica_state, apply, ended, attempt)
-        digest = checkpoint.write()
-        checkpoint.flush()
+        digest = checkpoint.store()
         self.finish_checkpoint(checkpoint)
         if apply.complete:
             self.buffer_pool.clear()
@@ -430,7 +433,11 @@ class Storage:
         sequence = self._marks.pop(version).get(self._setup.region, version)
         for old, path in self._checkpoints():
             if old <= version:
-                self._drop(path)
+                # Of one that was written past the page cache, nothing is worth to be used again.
+                if not self._setup.background and path.stat().st_size >= _DIRECT_BYTES:
+                    path.unlink()
+                else:
+                    self._drop(path)
         for path in self._logs():
             if int(path.stem.split("-")[1]) <= version:
                 path.unlink(missing_ok=True)
@@ -570,7 +577,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class PendingCheckpoint:
-    """A checkpoint that is not durable yet. Call ``write``, then ``flush``, from any one thread."""
+    """A checkpoint that is not durable yet. Call ``store``, or ``write`` and then ``flush`` from any one thread."""
 
     folder: Path
     buffer_pool: BufferPool
@@ -584,14 +591,34 @@ class PendingCheckpoint:
     written: list[tuple[Path, BinaryIO]] = field(default_factory=list)
     """Final path, and the open file under its temporary name, between ``write`` and ``flush``."""
 
+    def store(self) -> str:
+        """Make the file durable and return the model's digest."""
+        if self.model.nbytes < _DIRECT_BYTES:
+            digest = self.write()
+            self.flush()
+            return digest
+        path = self.folder / f"checkpoint-{self.version}.frame"
+        with background_thread() as background:
+            hashing = background.submit(self._digest)
+            file = begin_write(path, self._pieces(), direct=True)
+            digest = hashing.result()
+        commit_write(path, file, final=self._path(digest))
+        return digest
+
     def write(self) -> str:
         """Write the file and return the model's digest. The vectors must not change until this returns."""
-        model = np.ascontiguousarray(self.model)
-        digest = framing.digest_of([model.data.cast("B")])
-        pieces = framing.encode({"model": model, **self.rest}, {**self.facts, "memory_crc": _crc(self.rest)})
-        path = self.folder / f"checkpoint-{self.version}-{digest.removeprefix('sha256:')}.frame"
-        self.written.append((path, begin_write(path, pieces, self.buffer_pool.take)))
+        digest = self._digest()
+        self.written.append((self._path(digest), begin_write(self._path(digest), self._pieces(), self.buffer_pool.take)))
         return digest
+
+    def _digest(self) -> str:
+        return framing.digest_of([np.ascontiguousarray(self.model).data.cast("B")])
+
+    def _pieces(self) -> list[memoryview]:
+        return framing.encode({"model": self.model, **self.rest}, {**self.facts, "memory_crc": _crc(self.rest)})
+
+    def _path(self, digest: str) -> Path:
+        return self.folder / f"checkpoint-{self.version}-{digest.removeprefix('sha256:')}.frame"
 
     def flush(self, *, throttled: bool = False) -> None:
         """Make the file durable; ``throttled``: in small pieces, so that other writes to the disk hardly wait for
