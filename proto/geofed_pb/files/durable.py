@@ -8,7 +8,7 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +21,7 @@ __all__ = [
     "commit_write",
     "disk_full_as_error",
     "flush_folder",
+    "write_blocks_durably",
     "write_durably",
     "write_unflushed",
 ]
@@ -59,7 +60,12 @@ def write_unflushed(path: Path, pieces: Sequence[Buffer], reuse: Reuse | None = 
 
 
 def begin_write(
-    path: Path, pieces: Sequence[Buffer], reuse: Reuse | None = None, *, mode: int | None = None, direct: bool = False
+    path: Path,
+    pieces: Sequence[Buffer],
+    reuse: Reuse | None = None,
+    *,
+    mode: int | None = None,
+    direct: bool = False,
 ) -> BinaryIO:
     """Write a file under a temporary name, for `commit_write`, and return it open.
 
@@ -67,11 +73,7 @@ def begin_write(
     gives an old file to overwrite. ``mode``: as for `write_durably`. ``direct``: past the page cache, where the file
     system can, for a file that is flushed at once and hardly ever read.
     """
-    if reuse is not None:
-        reuse(sum(memoryview(piece).nbytes for piece in pieces), _partial(path))
-    with disk_full_as_error(path):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        file = os.fdopen(os.open(_partial(path), flags, 0o666 if mode is None else mode), "wb")
+    file = _opened(path, sum(memoryview(piece).nbytes for piece in pieces), reuse, 0o666 if mode is None else mode)
     with contextlib.ExitStack() as undo, disk_full_as_error(path):
         undo.callback(_close_failed, file)
         if mode is not None:
@@ -86,6 +88,36 @@ def begin_write(
         file.truncate()
         undo.pop_all()
     return file
+
+
+def write_blocks_durably(path: Path, blocks: Iterable[Buffer], total_bytes: int, reuse: Reuse | None = None) -> None:
+    """Replace a file as `write_durably` does, by content that is made block by block, of ``total_bytes`` together.
+
+    The kernel begins to write blocks to the disk while later ones are made. Raises what the iteration raises, and
+    ``GeofedError("DISK_FULL")`` if the disk is full.
+    """
+    file = _opened(path, total_bytes, reuse)
+    with contextlib.ExitStack() as undo, disk_full_as_error(path):
+        undo.callback(_close_failed, file)
+        written = begun = 0
+        for block in blocks:
+            file.write(block)
+            written += memoryview(block).nbytes
+            if written - begun >= _WINDOW_BYTES:
+                file.flush()
+                write_range(file.fileno(), begun, written - begun, wait=False)
+                begun = written
+        file.truncate()
+        undo.pop_all()
+    commit_write(path, file)
+
+
+def _opened(path: Path, total_bytes: int, reuse: Reuse | None, mode: int = 0o666) -> BinaryIO:
+    """Open a file under its temporary name, over an old one if there is one."""
+    if reuse is not None:
+        reuse(total_bytes, _partial(path))
+    with disk_full_as_error(path):
+        return os.fdopen(os.open(_partial(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode), "wb")
 
 
 def _write_direct(descriptor: int, pieces: Sequence[Buffer]) -> tuple[int, bytes]:

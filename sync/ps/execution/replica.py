@@ -30,7 +30,7 @@ import numpy as np
 
 from sync.codec import Codec, ErrorFeedback, Float32, Sparse, Tensors, codec_named, with_state
 from sync.layout import Vector
-from sync.mapped import release
+from sync.mapped import release, windows
 from sync.policy import Contribution, Policy, StateAveraged, Values
 from sync.robust import RobustMerge, robust_rule_named
 from sync.secure import PairMasks, SharedScale
@@ -51,6 +51,8 @@ _MIN_PRESENT = 1e-3
 """Lower bound of that fraction, which the view divides by."""
 _BLOCK_ELEMENTS = 1 << 16
 """Coordinates that are processed together, so that intermediate results stay in the CPU's cache."""
+_PLAIN_ELEMENTS = 1 << 18
+"""Coordinates of an update that are computed, hashed and written together: 1 MB, which stays in the CPU's cache."""
 _RELEASED_BLOCKS = 64
 """Blocks after which the pages of mapped updates are given back: 16 MB of float32. A choice."""
 _CORRECTION_FRACTION = np.float32(0.5)
@@ -198,6 +200,33 @@ class Replica:
 
     # Our own changes
 
+    def plain_update(self, end: Vector, sequence: int, *, last: bool = False) -> Iterator[tuple[Vector, Vector]] | None:
+        """Return the update of a round that ended with the model ``end``, block by block, where the codec sends what
+        the round has changed as it is; None: `own_update` is needed.
+
+        Yields blocks of ``end`` and of the update; the next one overwrites the memory of the latter.
+        """
+        exchange = self._exchange
+        part = slice(None) if last else fragment(sequence, int(exchange.fragments), end.size)
+        filtered = exchange.significance and not last
+        held = self._keeps_own or self._feedback.residual is not None
+        if held or filtered or part != slice(None) or not self._used(last=last, part=part, size=end.size).verbatim:
+            return None
+        return self._changes(end)
+
+    def _changes(self, end: Vector) -> Iterator[tuple[Vector, Vector]]:
+        change = np.empty(min(_PLAIN_ELEMENTS, end.size), np.float32)
+        for window in windows(end.size, end):
+            for at in range(window.start, window.stop, _PLAIN_ELEMENTS):
+                block = slice(at, min(at + _PLAIN_ELEMENTS, window.stop))
+                yield end[block], np.subtract(end[block], self._start[block], out=change[: block.stop - block.start])
+
+    def _used(self, *, last: bool, part: slice, size: int) -> Codec:
+        """Return the codec of an update that covers a part of ``size`` coordinates."""
+        codec = self._feedback.codec
+        begin, stop, _ = part.indices(size)
+        return with_state(codec_named(codec.last) if last and codec.last else codec, self.trained - begin, stop - begin)
+
     def own_update(
         self, end: Vector, sequence: int, *, last: bool = False, buffer: Vector | None = None, decoded: bool = True
     ) -> OwnUpdate:
@@ -216,13 +245,10 @@ class Replica:
         if exchange.significance and not last:
             model, threshold = self._model[part], exchange.significance
             keep = lambda change: significant(change, model, threshold, sequence)  # noqa: E731 - one expression
-        used = codec
-        if keep is not None:
-            used = Sparse()
-        elif last and codec.last:
-            used = codec_named(codec.last)
         begin, stop, _ = part.indices(end.size)
-        used = with_state(used, self.trained - begin, stop - begin)
+        used = self._used(last=last, part=part, size=end.size)
+        if keep is not None:
+            used = with_state(Sparse(), self.trained - begin, stop - begin)
         self._feedback.codec = used
         tensors, sent = self._feedback.encode(end, part, keep, self._start, buffer, decoded=decoded)
         self._feedback.codec = codec

@@ -40,6 +40,7 @@ merge.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -59,6 +60,7 @@ from geofed_pb.files.durable import (
     commit_write,
     disk_full_as_error,
     flush_folder,
+    write_blocks_durably,
     write_durably,
     write_unflushed,
 )
@@ -85,6 +87,8 @@ _KEPT_ROUNDS = 4
 _DIRECT_BYTES = 16 << 20
 """Checkpoints from this size on are written past the page cache where the exchange waits for them: they are hardly ever
 read, and neither a copy nor new pages of the page cache are needed. A choice."""
+_HASHED_BYTES = 1 << 20
+"""Bytes of an update that are hashed and then written, so that they are still in the CPU's cache. A choice."""
 _MEMORY = "memory/"
 """Prefix, in a checkpoint, of tensors that the WAN policy and the guard keep between merges."""
 _MARK = "mark/"
@@ -338,15 +342,31 @@ class Storage:
     def _rounds(self) -> set[int]:
         return {int(path.stem.split("-")[1]) for path in self.folder.glob("round-*.frame")}
 
-    def keep_update(
-        self, manifest: Manifest, pieces: Sequence[framing.Buffer], first: Callable[[], None] = lambda: None
-    ) -> None:
-        """Make our own update durable.
+    def write_update(self, sequence: int, pieces: Iterable[framing.Buffer], total_bytes: int) -> str:
+        """Make the bytes of our own update durable and return their digest; `keep_update` must follow.
+
+        Each piece is hashed while it is in the CPU's cache.
+        """
+        digest = hashlib.sha256()
+
+        def hashed() -> Iterator[memoryview]:
+            for piece in pieces:
+                view = memoryview(piece).cast("B")
+                for at in range(0, len(view), _HASHED_BYTES):
+                    part = view[at : at + _HASHED_BYTES]
+                    digest.update(part)
+                    yield part
+
+        path = self.folder / "outbox" / f"{sequence}.frame"
+        write_blocks_durably(path, hashed(), total_bytes, self.buffer_pool.take)
+        return f"sha256:{digest.hexdigest()}"
+
+    def keep_update(self, manifest: Manifest, first: Callable[[], None] = lambda: None) -> None:
+        """Make our own update, whose bytes are written, count.
 
         ``first`` is called before the manifest is written: it waits until everything is durable that must be durable
         before the update counts, or raises.
         """
-        write_durably(self.folder / "outbox" / f"{manifest.sequence}.frame", pieces, reuse=self.buffer_pool.take)
         self._hashed.add(_key_of(manifest))
         first()
         self._keep_manifest(self.folder / "outbox" / f"{manifest.sequence}.json", manifest)

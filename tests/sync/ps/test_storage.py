@@ -75,7 +75,8 @@ def _live(storage: Storage, recovered: Recovered, model: Vector) -> None:
             manifest, data = _update(region, sequence)
             if region == "a":
                 storage.keep_state(sequence, [b"optimiser state of round %d" % sequence])
-                storage.keep_update(manifest, [data])
+                storage.write_update(manifest.sequence, [data], len(data))
+                storage.keep_update(manifest)
                 continue
             arrival = Arrival(manifest, storage.update_path(region, sequence), reuse=storage.buffer_pool.take)
             for offset in range(arrival.file.prefix, len(data), 100):
@@ -267,7 +268,8 @@ def test_an_update_is_hashed_once_in_a_process(tmp_path: Path, monkeypatch: pyte
     known = [(manifest, _update(manifest.region, manifest.sequence)[1]) for manifest in manifests]
     made = _update("a", SETUP.rounds + 1)
     monkeypatch.setattr(framing, "digest_of", lambda pieces: hashed.append(real(pieces)) or hashed[-1])
-    storage.keep_update(made[0], [made[1]])
+    assert storage.write_update(made[0].sequence, [made[1]], len(made[1])) == made[0].digest
+    storage.keep_update(made[0])
     for manifest, data in 2 * [*known, made]:
         assert storage.update(manifest) == data
     assert hashed == [manifest.digest for manifest in manifests]
