@@ -129,20 +129,19 @@ def _write_direct(descriptor: int, pieces: Sequence[Buffer]) -> tuple[int, bytes
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     with contextlib.suppress(OSError):
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
-    with mmap.mmap(-1, _DIRECT_BYTES) as block, memoryview(block) as view:
-        filled = at = 0
-        for piece in pieces:
-            left = memoryview(piece).cast("B")
-            while left:
-                count = min(_DIRECT_BYTES - filled, len(left))
-                view[filled : filled + count] = left[:count]
-                filled, left = filled + count, left[count:]
-                if filled == _DIRECT_BYTES:
-                    _write_block(descriptor, view, at, flags)
-                    filled, at = 0, at + _DIRECT_BYTES
-        rest = bytes(view[:filled])
+    block = memoryview(mmap.mmap(-1, _DIRECT_BYTES))
+    filled = at = 0
+    for piece in pieces:
+        left = memoryview(piece).cast("B")
+        while left:
+            count = min(_DIRECT_BYTES - filled, len(left))
+            block[filled : filled + count] = left[:count]
+            filled, left = filled + count, left[count:]
+            if filled == _DIRECT_BYTES:
+                _write_block(descriptor, block, at, flags)
+                filled, at = 0, at + _DIRECT_BYTES
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-    return at, rest
+    return at, bytes(block[:filled])
 
 
 def _write_block(descriptor: int, block: memoryview, at: int, flags: int) -> None:
