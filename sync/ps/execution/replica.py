@@ -53,8 +53,8 @@ _BLOCK_ELEMENTS = 1 << 16
 """Coordinates that are processed together, so that intermediate results stay in the CPU's cache."""
 _PLAIN_ELEMENTS = 1 << 18
 """Coordinates of an update that are computed, hashed and written together: 1 MB, which stays in the CPU's cache."""
-_RELEASED_BLOCKS = 64
-"""Blocks after which the pages of mapped updates are given back: 16 MB of float32. A choice."""
+_RELEASED_BLOCKS = 16
+"""Blocks after which the pages of mapped updates are given back: 4 MB of float32. A choice."""
 _CORRECTION_FRACTION = np.float32(0.5)
 """Fraction of the distance to the view that a correction covers, where updates are averaged; see above."""
 
@@ -118,7 +118,7 @@ class Replica:
         self._begun: Vector | None = None
         """Buffer of `start` where the workers continued from their own model; used again for the next round."""
         self._models: list[Vector] = [state.model] if owned else []
-        """Buffers of the model; at most two, used alternately."""
+        """Buffers of the model; at most two, used alternately where the present one is needed after a merge."""
         self._scales = self._memory.pop(_SCALES, None)
         """With secure aggregation: the scales of the next round's updates; None in the first round, and without."""
         self._whole = self._memory.pop(_WHOLE, None)
@@ -152,8 +152,7 @@ class Replica:
 
     @property
     def model(self) -> Vector:
-        """The model after all merges so far, shape (n,); with synchronous exchange the next merge overwrites its
-        memory, in the background the one after that."""
+        """The model after all merges so far, shape (n,); the next merge may overwrite its memory."""
         return self._model
 
     @property
@@ -274,10 +273,12 @@ class Replica:
         """Record that the workers begin a round from the model ``end`` of their last round, plus a correction."""
         if self._begun is None:
             self._begun = np.empty_like(self._model)
-        if correction is None:
-            self._begun[...] = end
-        else:
-            np.add(end, correction, out=self._begun)
+        read = (end,) if correction is None else (end, correction)
+        for window in windows(end.size, *read):
+            if correction is None:
+                self._begun[window] = end[window]
+            else:
+                np.add(end[window], correction[window], out=self._begun[window])
         self._start = self._begun
 
     def restart(self) -> None:
@@ -325,7 +326,7 @@ class Replica:
         does not judge this region's own update, because its workers have continued from it in any case. With a robust
         rule it does: all regions make the same merges, and corrections lead the workers back.
         """
-        before, in_place = self._model, total is None and lacking <= 0.0
+        before, in_place = self._model, self._merges_in_place(total is not None, lacking)
         total = None if self._robust is not None else total
         if contributions and contributions[-1].whole:
             self._model = self._model_buffer(in_place)
@@ -396,6 +397,13 @@ class Replica:
                     made[name] = np.empty(min(self.trained, out.size), np.float32) if again is None else again
                 made[name][head] = vector
         return out, made
+
+    def _merges_in_place(self, background: bool, lacking: float) -> bool:
+        """Whether nothing needs the present model after the next merge. A checkpoint that has to be written of it is
+        written before."""
+        if lacking > 0.0 and self._whole is None:
+            return False
+        return not background or all(self._model is not other for other in (self._start, self._whole))
 
     def _model_buffer(self, in_place: bool) -> Vector:
         """Return memory for the next model. ``in_place``: nothing needs the present one any longer than a merge does,
