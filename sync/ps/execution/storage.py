@@ -31,8 +31,9 @@ so checkpoints are written only from time to time, concurrently with other work.
 a new file; the older log files stay until the checkpoint is durable.
 
 Large files are not deleted but overwritten, unless something still reads them (`sync.store.BufferPool`), because
-allocating the page cache and the disk blocks of a new file is what a file of a model's size mostly costs. Only what no
-recovery needs is overwritten. If the machine crashes before the end of the old name is durable, that name may be of
+allocating the page cache and the disk blocks of a new file is what a file of a model's size mostly costs. A large
+checkpoint that the exchange waits for passes by the page cache, and is deleted. Only what no recovery needs is
+overwritten. If the machine crashes before the end of the old name is durable, that name may be of
 other content: a checkpoint has its digest in its name, and an update is compared with its manifest's digest before a
 merge.
 """
@@ -628,7 +629,9 @@ class PendingCheckpoint:
     def write(self) -> str:
         """Write the file and return the model's digest. The vectors must not change until this returns."""
         digest = self._digest()
-        self.written.append((self._path(digest), begin_write(self._path(digest), self._pieces(), self.buffer_pool.take)))
+        self.written.append(
+            (self._path(digest), begin_write(self._path(digest), self._pieces(), self.buffer_pool.take))
+        )
         return digest
 
     def _digest(self) -> str:

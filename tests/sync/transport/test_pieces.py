@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import itertools
+import os
 import socket
 from pathlib import Path
 
