@@ -34,7 +34,7 @@ _NEEDED_BYTES = 3 * 7e9
 """Memory that three regions take at full size."""
 _STEPS = 100_000
 """Of the job, which is cancelled before."""
-_SECONDS, _QUICK_SECONDS = 180.0, 30.0
+_SECONDS, _QUICK_SECONDS = 180.0, 45.0
 """That steps are counted for."""
 _ROUNDS, _QUICK_ROUNDS = 8, 2
 """Rounds before that. The plan of the quick size does not change under way."""
