@@ -16,7 +16,7 @@ import hashlib
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["Array", "Buffer", "Frame", "decode", "digest_of", "encode"]
+__all__ = ["Array", "Buffer", "Frame", "decode", "digest_of", "encode", "encode_blocks"]
 
 Array = npt.NDArray[np.generic]
 Buffer = bytes | bytearray | memoryview
@@ -64,27 +64,52 @@ def encode(tensors: Mapping[str, Array], facts: Mapping[str, float] | None = Non
     """
     # ascontiguousarray would turn a scalar into a vector of one element.
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    header_bytes = sum(_entry_bytes(name, array.ndim) for name, array in arrays.items())
-    header_bytes += sum(1 + len(name.encode()) + 8 for name in facts or {})
-    offset = _aligned(_TABLE + header_bytes)
-    table, body, at = bytearray(), [], offset
-    for name, value in (facts or {}).items():
-        table += _name(name) + struct.pack("<d", value)
-    for name, array in arrays.items():
-        table += _entry(name, array, at)
-        body.append((at, array))
-        at = _aligned(at + array.nbytes)
-    total = body[-1][0] + body[-1][1].nbytes if body else offset
-    prefix = _PREFIX.pack(_MAGIC, len(arrays), len(facts or {}), len(table), total)
-    check = _CHECK.pack(zlib.crc32(table, zlib.crc32(prefix)))
-    pieces, written = [memoryview(prefix + check + bytes(table))], _TABLE + len(table)
-    for at, array in body:
+    head, starts, total = _head({name: (array.dtype, array.shape) for name, array in arrays.items()}, facts or {})
+    pieces, written = [memoryview(head)], len(head)
+    for at, array in zip(starts, arrays.values(), strict=True):
         pieces.append(memoryview(bytes(at - written)))
         pieces.append(memoryview(array.reshape(-1).view(np.uint8).data))
         written = at + array.nbytes
-    if not body:
+    if not arrays:
         pieces.append(memoryview(bytes(total - written)))
     return [piece for piece in pieces if piece.nbytes]
+
+
+def encode_blocks(
+    name: str, size: int, blocks: Iterable[npt.NDArray[np.float32]], facts: Mapping[str, float]
+) -> tuple[int, Iterator[memoryview]]:
+    """Return the bytes of a frame with one vector of float32, shape (size,), and its consecutive buffers.
+
+    The vector comes in blocks. Each must be used before the next one is taken.
+    """
+    head, (start,), total = _head({name: (np.dtype(np.float32), (size,))}, facts)
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(head + bytes(start - len(head)))
+        for block in blocks:
+            yield memoryview(block.view(np.uint8).data)
+
+    return total, pieces()
+
+
+def _head(
+    shapes: Mapping[str, tuple[np.dtype[np.generic], tuple[int, ...]]], facts: Mapping[str, float]
+) -> tuple[bytes, list[int], int]:
+    """Return prefix and table of a frame, the offset of each tensor, and the bytes of the whole frame."""
+    header_bytes = sum(_entry_bytes(name, len(shape)) for name, (_, shape) in shapes.items())
+    header_bytes += sum(1 + len(name.encode()) + 8 for name in facts)
+    end = _TABLE + header_bytes
+    table, starts = bytearray(), list[int]()
+    for name, value in facts.items():
+        table += _name(name) + struct.pack("<d", value)
+    for name, (dtype, shape) in shapes.items():
+        starts.append(_aligned(end))
+        table += _entry(name, dtype, shape, starts[-1])
+        end = starts[-1] + math.prod(shape) * dtype.itemsize
+    total = end if shapes else _aligned(end)
+    prefix = _PREFIX.pack(_MAGIC, len(shapes), len(facts), len(table), total)
+    check = _CHECK.pack(zlib.crc32(table, zlib.crc32(prefix)))
+    return prefix + check + bytes(table), starts, total
 
 
 def decode(buffer: Buffer, *, max_elements: int = 1 << 34) -> Frame:
@@ -171,8 +196,8 @@ def _entry_bytes(name: str, dimensions: int) -> int:
     return 1 + len(name.encode()) + 2 + 8 * (dimensions + 1)
 
 
-def _entry(name: str, array: Array, offset: int) -> bytes:
-    code = _CODES.get(array.dtype.str)
-    if code is None or array.ndim > _MAX_DIMENSIONS:
-        raise GeofedError("FRAME_INVALID", f"tensor {name!r}: dtype {array.dtype} or {array.ndim} dimensions")
-    return _name(name) + struct.pack(f"<BB{array.ndim + 1}Q", code, array.ndim, *array.shape, offset)
+def _entry(name: str, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> bytes:
+    code, dimensions = _CODES.get(dtype.str), len(shape)
+    if code is None or dimensions > _MAX_DIMENSIONS:
+        raise GeofedError("FRAME_INVALID", f"tensor {name!r}: dtype {dtype} or {dimensions} dimensions")
+    return _name(name) + struct.pack(f"<BB{dimensions + 1}Q", code, dimensions, *shape, offset)

@@ -15,7 +15,7 @@ from sync.framing import Array
 
 __all__ = ["locked", "map_file", "release", "windows"]
 
-_WINDOW_BYTES = 16 << 20
+_WINDOW_BYTES = 4 << 20
 """Bytes of float32 that are read before their pages are released: few enough for a bound of memory, and enough for the
 call to cost nothing beside them. A choice."""
 

@@ -70,6 +70,10 @@ class Codec(Protocol):
     in_place: bool = False
     """Whether `decode_into` is faster with an existing buffer: allocating memory can cost more than the arithmetic."""
 
+    verbatim: bool = False
+    """Whether the only array is "delta", the vector itself. An update is then made block by block, and no more of it is
+    in memory."""
+
     def encode(self, vector: Vector) -> Tensors:
         """Encode a vector as named arrays for a frame."""
 

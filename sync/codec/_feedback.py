@@ -16,8 +16,8 @@ from sync.mapped import release, windows
 __all__ = ["ErrorFeedback"]
 
 _ALL = slice(None)
-_RELEASED = 1 << 22
-"""Coordinates after which the pages of a mapped model are given back: 16 MB. A choice."""
+_RELEASED = 1 << 20
+"""Coordinates after which the pages of a mapped model are given back: 4 MB. A choice."""
 _BLOCK = 1 << 16
 """Coordinates that are processed together where no codec says how many, so that they stay in the CPU's cache."""
 

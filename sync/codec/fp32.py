@@ -20,7 +20,7 @@ class Float32(Codec):
 
     name, mark, lossy = "fp32", 0, False
     size_factor, bytes_per_second, automatic, in_ranges = 1.0, math.inf, Automatic.ALWAYS, True
-    masked = "fp32-masked"
+    masked, verbatim = "fp32-masked", True
 
     def encode(self, vector: Vector) -> Tensors:
         """Return the vector itself, not a copy."""

@@ -19,8 +19,8 @@ SPARE_FOLDER = ".spare"
 
 MIN_BYTES = 1 << 18
 """Files of smaller values are not reused: writing them anew is cheaper."""
-_MAX_BYTES = 1 << 28
-"""Total size of a channel's spare files, at most, if there is more than one."""
+_MAX_BYTES = 1 << 30
+"""Total size of a channel's spare files, at most, if there is more than one: two models of 500 MB. A choice."""
 _MAX_FRACTION = 0.125
 """Fraction of the folder's free memory that spare files may take, in any case."""
 

@@ -27,8 +27,9 @@ _TRIES = 100
 """Attempts to write or read a file that other processes delete or replace at the same time."""
 _MAX_VALUE_BYTES = 1 << 44
 """The largest file of ext4."""
-_POPULATED_BYTES = 64 << 20
-"""Values up to this size are mapped at once. A choice."""
+_POPULATED_BYTES = 16 << 20
+"""Values up to this size are mapped at once. Larger ones are read in windows (`sync.mapped`); to map 45 MB at once took
+as long as page by page."""
 _MAX_BUFFERS = 512
 """Buffers that are passed to one write; below the kernel's limit."""
 
@@ -102,9 +103,8 @@ class FileChannel:
                             continue
                         # It may have been reused before it was locked.
                         size = os.fstat(file.fileno()).st_size
-                    # The mapping outlives the file's name, so a reader keeps its value when that is deleted. All of the
-                    # value will be read, and mapping it at once is cheaper than page by page; but all of it counts as
-                    # memory of the reader then.
+                    # The mapping outlives the file's name, so a reader keeps its value when that is deleted. A value
+                    # that is mapped at once counts as memory of the reader, all of it.
                     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size <= _POPULATED_BYTES else 0)
                     mapped = mmap.mmap(file.fileno(), size, flags, mmap.PROT_READ) if size else b""
                 self._meter.count(gets=1, bytes_out=size)

@@ -111,10 +111,16 @@ class PartialFile:
             for line in lines:
                 os.write(self._lines, line)
 
-    def hash_and_flush(self) -> None:
-        """Hash what has been written and have the kernel begin to write it to disk, unless another thread does so."""
+    def hash_and_flush(self, offset: int = 0, data: bytes | memoryview = b"") -> None:
+        """Hash what has been written and have the kernel begin to write it to disk, unless another thread does so.
+
+        ``data`` was written last, at ``offset``; it is not read again if it is next to be hashed.
+        """
         if self._settling.acquire(blocking=False):
             try:
+                if data and offset == self._hashed and self.prefix >= offset + len(data):
+                    self._hash.update(data)
+                    self._hashed += len(data)
                 self._advance()
                 if self._hashed - self._flushed >= _FLUSH_BYTES:
                     write_range(self._open(), self._flushed, self._hashed - self._flushed, wait=False)

@@ -316,7 +316,7 @@ class _Receiving:
                     # Another stream has completed the update; the rest of the chunk is read and dropped.
                     file = self._landing = None
                 else:
-                    file.hash_and_flush()
+                    file.hash_and_flush(at, piece)
             if not whole:
                 raise EOFError
             left, at = left - count, at + count

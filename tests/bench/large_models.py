@@ -1,5 +1,5 @@
 """What a job sends that trains LoRA adapters of a large model, what it learns, and how fast servers exchange a large
-model. With `--quick` it takes 5 minutes.
+model. With `--quick` it takes 3 minutes.
 
     .venv/bin/python tests/bench/large_models.py [--quick] [--json PATH]
 

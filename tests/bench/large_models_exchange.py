@@ -62,31 +62,30 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def measure_exchange(report: Report, *, quick: bool) -> None:
-    """Measure rounds in each codec, and the floor; the bars of time hold for the full size alone."""
-    elements, rounds = (_QUICK_ELEMENTS, 3) if quick else (_ELEMENTS, 4)
+    """Measure rounds in each codec; the floor, and the bars of time, hold for the full size alone."""
+    elements, rounds = (_QUICK_ELEMENTS, 2) if quick else (_ELEMENTS, 4)
     for codec in _SECONDS:
         layout = Layout((Slot("w", (elements,), "float32"),), 1)
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
             found = _Exchange(Path(folder), Path(memory), layout, codec, rounds).run()
-        floor = _floor(elements, int(elements * _SIZE[codec]))
-        _judge(report, codec, elements, found, floor, quick=quick)
+        _judge(report, codec, elements, found, None if quick else _floor(elements, int(elements * _SIZE[codec])))
 
 
 def _judge(
-    report: Report, codec: str, elements: int, found: list[dict[str, Any]], floor: dict[str, float], *, quick: bool
+    report: Report, codec: str, elements: int, found: list[dict[str, Any]], floor: dict[str, float] | None
 ) -> None:
     for run in found:
         report.runs.append({"what": "exchange", "codec": codec, "elements": elements, "floor": floor, **run})
         cpu = ", ".join(f"{run['cpu_seconds'][region]:.2f}" for region in _REGIONS)
         peak = max(run["peak_bytes"].values()) / 1e6
         print(f"exchange {codec:<5} {4e-6 * elements:.0f} MB: {run['seconds']:6.2f} s, CPU {cpu} s, peak {peak:.0f} MB")
-    print(f"floor    {codec:<5} {floor['seconds']:.2f} s, CPU {floor['cpu_seconds']:.2f} s by region")
     # The first round allocates every buffer.
     seconds = min(run["seconds"] for run in found[1:])
     peak = max(max(run["peak_bytes"].values()) for run in found)
     bound = _MEMORY_FACTOR * 4 * elements + _MEMORY_BYTES
     report.bars.append(Bar.at_most(f"peak memory of a server, {codec}", peak / 1e6, "MB", bound / 1e6))
-    if not quick:
+    if floor is not None:
+        print(f"floor    {codec:<5} {floor['seconds']:.2f} s, CPU {floor['cpu_seconds']:.2f} s by region")
         report.bars.append(Bar.at_most(f"exchange of 498 MB, {codec}", seconds, "s a round", _SECONDS[codec]))
         ratio = seconds / floor["seconds"]
         report.bars.append(Bar.at_most(f"aim: exchange of 498 MB, {codec}", ratio, "x floor", _FLOOR_FACTOR))

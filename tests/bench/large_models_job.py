@@ -2,8 +2,8 @@
 and `large_models_gpu.py`.
 
 Steps are counted from the events of the job, of the slowest region: from the first event after which all regions have
-ended eight rounds, to the last one. The job is a long one, as a large model needs, and is cancelled once enough of it
-was seen: plans of short ones give up time for learning.
+ended eight rounds (two with `--quick` of `large_models.py`), to the last one. The job is a long one, as a large model
+needs, and is cancelled once enough of it was seen: plans of short ones give up time for learning.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ def sites(folder: Path, *, memory_mb: int) -> list[RegionSite]:
     return made
 
 
-def speed_of(running: Running, place: Path, task: str, job: str, seconds: float) -> dict[str, Any]:
-    """Submit a job, count its steps for so many seconds once it is warm, and cancel it.
+def speed_of(
+    running: Running, place: Path, task: str, job: str, seconds: float, *, warm_rounds: int = _WARM_ROUNDS
+) -> dict[str, Any]:
+    """Submit a job, count its steps for so many seconds once it has made ``warm_rounds``, and cancel it.
 
     Returns its plan, its steps a second, and where its time went.
     """
@@ -69,7 +71,7 @@ def speed_of(running: Running, place: Path, task: str, job: str, seconds: float)
         now = running.describe(name)
         if now["finished_at"] or time.monotonic() > ends:
             raise SystemExit(f"the job is {now['state']}: {now['error']}")
-        if not warm_until and min((part["round"] for part in now["partitions"]), default=0) >= _WARM_ROUNDS:
+        if not warm_until and min((part["round"] for part in now["partitions"]), default=0) >= warm_rounds:
             warm_until = time.monotonic() + seconds
     told = running.events(name)
     control_plane("cancel", name, "--yes")
@@ -81,12 +83,12 @@ def speed_of(running: Running, place: Path, task: str, job: str, seconds: float)
     ]
     plan = {key: now["plan"][key] for key in ("interval", "codec", "topology")}
     decisions = [event["text"] for event in told if event["kind"] == "wan.decision"]
-    return {"plan": plan, "estimate": now["plan"]["estimate"], "decisions": decisions, **_speed(rounds)}
+    return {"plan": plan, "estimate": now["plan"]["estimate"], "decisions": decisions, **_speed(rounds, warm_rounds)}
 
 
-def _speed(events: list[dict[str, Any]]) -> dict[str, Any]:
+def _speed(events: list[dict[str, Any]], warm_rounds: int) -> dict[str, Any]:
     by_region = {name: [event for event in events if event["region"] == name] for name in REGIONS}
-    warm = max(next(e["at"] for e in own if e["data"]["round"] >= _WARM_ROUNDS) for own in by_region.values())
+    warm = max(next(e["at"] for e in own if e["data"]["round"] >= warm_rounds) for own in by_region.values())
     speeds: dict[str, float] = {}
     parts: dict[str, dict[str, float]] = {}
     for name, own in by_region.items():

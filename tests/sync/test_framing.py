@@ -8,6 +8,7 @@ import struct
 import zlib
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -176,3 +177,11 @@ def test_many_tensors_fit() -> None:
 def test_the_digest_is_of_the_bytes_however_they_are_cut() -> None:
     assert framing.digest_of([b"ab", b"", memoryview(b"c")]) == framing.digest_of([b"abc"])
     assert framing.digest_of([b"abc"]) == "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+@given(hnp.arrays("<f4", st.integers(0, 300)), st.dictionaries(_NAMES, st.floats(width=64), max_size=3))
+def test_a_vector_in_blocks_makes_the_same_frame(vector: npt.NDArray[np.float32], facts: dict[str, float]) -> None:
+    total, pieces = framing.encode_blocks("v", vector.size, np.array_split(vector, 3), facts)
+    data = b"".join(pieces)
+    assert data == _bytes({"v": vector}, facts)
+    assert len(data) == total

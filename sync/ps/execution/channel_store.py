@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from geofed_pb.errors import GeofedError
 from sync import chunked, framing
 from sync.channel import Channel
 from sync.layout import Vector
@@ -30,7 +31,8 @@ class ChannelStore:
         self._state_tree = self._old_state_tree = ""
         """Key prefix of the attempt whose workers' own optimiser state was published last, and of an earlier such
         attempt that is over but whose state may still be read."""
-        self._corrections: dict[str, Vector] = {}
+        self._corrections: dict[str, Vector | None] = {}
+        """By channel key; None: it is in the channel."""
         self._ends: dict[int, str] = {}
         """Channel keys of the models that a replay of the log would need, by sequence."""
         self._attempts_over = 0
@@ -82,25 +84,35 @@ class ChannelStore:
     # Corrections
 
     def correction(self, key: str) -> Vector | None:
-        """Return a correction that is kept in memory, or None."""
-        return self._corrections.get(key)
+        """Return a correction that was made in this process, shape (n,), or None if there was none.
 
-    def keep_correction(self, version: int, given: str, make: Callable[[Vector | None], Vector]) -> str:
-        """Compute the correction after merge ``version``, keep it in memory and return its channel key.
-
-        Of the earlier corrections, only the one that the workers were ``given`` last is kept. ``make`` returns the
-        correction; it is passed a buffer that it may use for it, or None.
+        Raises ``GeofedError("INTERNAL")`` if it was published and is no longer in the channel.
         """
-        key, buffer = correction_key(version), None
+        if key not in self._corrections:
+            return None
+        held = self._corrections[key]
+        if held is None and (held := chunked.read_vector(self._channel, key, "correction")) is None:
+            raise GeofedError("INTERNAL", f"{key} is no longer in the channel")
+        return held
+
+    def keep_correction(self, version: int, given: str, make: Callable[[], Vector]) -> str:
+        """Make the correction after merge ``version``, keep it in memory until it is published, and return its channel
+        key.
+
+        Of the earlier corrections, only the one that the workers were ``given`` last is kept.
+        """
+        key = correction_key(version)
         for old in [old for old in self._corrections if old != given]:
-            buffer = self._corrections.pop(old)
+            del self._corrections[old]
             self._delete(old)
-        self._corrections[key] = make(buffer)
+        self._corrections[key] = make()
         return key
 
     def publish_correction(self, key: str) -> None:
-        """Put a correction that is kept in memory into the channel."""
-        self._put(key, "correction", self._corrections[key])
+        """Put a correction into the channel. From then on it is read from there, also here."""
+        if (held := self._corrections[key]) is not None:
+            self._put(key, "correction", held)
+            self._corrections[key] = None
 
     # Deletion
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,6 +69,11 @@ _NOTHING: Vector = np.empty(0, np.float32)
 def merged_key(attempt: int, step: int) -> str:
     """Channel key of a step's merged gradient."""
     return f"g/{attempt}/{step}/merged"
+
+
+_Made = tuple[int, Iterable[memoryview], tuple[Vector, slice, bool] | None]
+"""Bytes of an update, its pieces, and what `ActionExecutor._last_update` keeps of it: None if it is read from the
+file."""
 
 
 @dataclass(frozen=True)
@@ -418,7 +423,69 @@ class ActionExecutor:
 
     def _made_update(self, action: StoreOwnUpdate, storing: Future[None]) -> OwnUpdateStored:
         begun = time.monotonic()
-        end = self._releasable(action)
+        end = self._end(action)
+        if self._sends_privately or self.replica is None or (made := self._plain_update(end, action)) is None:
+            end = self._releasable(end, action)
+            made = self._coded_update(end, action)
+        total_bytes, pieces, sent = made
+        digest = self.storage.write_update(action.sequence, pieces, total_bytes)
+        manifest = Manifest(
+            self.setup.region,
+            action.epoch,
+            action.sequence,
+            digest,
+            total_bytes,
+            action.weight,
+            action.seen,
+            action.last,
+            action.stretch,
+            ends=action.ends,
+            takes_sums=self.setup.sums,
+            round_seconds=action.round_seconds,
+        )
+        self.storage.keep_update(manifest, storing.result)
+        if self._releases is not None:
+            self._releases.stored(action.sequence)
+        if self.mask_file is not None:
+            self.mask_file.use(action.sequence)
+        if sent is not None and (sent[0].size or not end.size):
+            self._last_update = digest, *sent
+        if self.setup.background and self.replica is not None:
+            self.replica.continue_from(end, self._channel_store.correction(action.correction_key))
+        self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
+        return OwnUpdateStored(manifest)
+
+    def _end(self, action: StoreOwnUpdate) -> Vector:
+        """Return the model that a round ended with."""
+        end = self._first_model(action.model_key) if action.sequence == 0 else None
+        return self._vector(action.model_key, "model") if end is None else end
+
+    @property
+    def _sends_privately(self) -> bool:
+        return self._scale is not None or self._releases is not None
+
+    def _plain_update(self, end: Vector, action: StoreOwnUpdate) -> _Made | None:
+        """Return an update that holds the change as it is, made block by block while it is written; None: it is to be
+        encoded."""
+        replica = self._replica()
+        replica.codec = self.codec_wanted
+        changes = replica.plain_update(end, action.sequence, last=action.last)
+        if changes is None:
+            return None
+        self._checkpoints.settle(written=True)
+        self._last_update = None
+
+        def checked() -> Iterator[Vector]:
+            for block, change in changes:
+                if not _all_finite(block):
+                    self._check_finite(end, action.sequence)
+                yield change
+
+        facts = {"sequence": action.sequence, "weight": action.weight, "codec": replica.codec.mark}
+        return *framing.encode_blocks("delta", end.size, checked(), facts), None
+
+    def _coded_update(self, end: Vector, action: StoreOwnUpdate) -> _Made:
+        """Return an update that is encoded as a whole."""
         facts = {"sequence": action.sequence, "weight": action.weight}
         codec: Codec
         tensors: Tensors
@@ -436,37 +503,11 @@ class ActionExecutor:
                 facts |= {"from": made.part.start, "to": made.part.stop}
             if made.whole:
                 facts[WHOLE] = 1
-        framed = _framed(tensors, {**facts, "codec": codec.mark})
-        manifest = Manifest(
-            self.setup.region,
-            action.epoch,
-            action.sequence,
-            framed.digest,
-            framed.total_bytes,
-            action.weight,
-            action.seen,
-            action.last,
-            action.stretch,
-            ends=action.ends,
-            takes_sums=self.setup.sums,
-            round_seconds=action.round_seconds,
-        )
-        self.storage.keep_update(manifest, framed.pieces, storing.result)
-        if self._releases is not None:
-            self._releases.stored(action.sequence)
-        if self.mask_file is not None:
-            self.mask_file.use(action.sequence)
-        if sent[0].size or not end.size:
-            self._last_update = framed.digest, *sent
-        if self.setup.background and self.replica is not None:
-            self.replica.continue_from(end, self._channel_store.correction(action.correction_key))
-        self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
-        return OwnUpdateStored(manifest)
+        pieces = framing.encode(tensors, {**facts, "codec": codec.mark})
+        return sum(piece.nbytes for piece in pieces), pieces, sent
 
-    def _releasable(self, action: StoreOwnUpdate) -> Vector:
+    def _releasable(self, end: Vector, action: StoreOwnUpdate) -> Vector:
         """Return the model that a round ended with, as others may see it: finite, and private where that is asked."""
-        end = self._first_model(action.model_key) if action.sequence == 0 else None
-        end = self._vector(action.model_key, "model") if end is None else end
         self._check_finite(end, action.sequence)
         if self._releases is not None:
             self._releases.check(self.storage.layout)

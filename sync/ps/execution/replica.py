@@ -30,7 +30,7 @@ import numpy as np
 
 from sync.codec import Codec, ErrorFeedback, Float32, Sparse, Tensors, codec_named, with_state
 from sync.layout import Vector
-from sync.mapped import release
+from sync.mapped import release, windows
 from sync.policy import Contribution, Policy, StateAveraged, Values
 from sync.robust import RobustMerge, robust_rule_named
 from sync.secure import PairMasks, SharedScale
@@ -51,8 +51,10 @@ _MIN_PRESENT = 1e-3
 """Lower bound of that fraction, which the view divides by."""
 _BLOCK_ELEMENTS = 1 << 16
 """Coordinates that are processed together, so that intermediate results stay in the CPU's cache."""
-_RELEASED_BLOCKS = 64
-"""Blocks after which the pages of mapped updates are given back: 16 MB of float32. A choice."""
+_PLAIN_ELEMENTS = 1 << 18
+"""Coordinates of an update that are computed, hashed and written together: 1 MB, which stays in the CPU's cache."""
+_RELEASED_BLOCKS = 16
+"""Blocks after which the pages of mapped updates are given back: 4 MB of float32. A choice."""
 _CORRECTION_FRACTION = np.float32(0.5)
 """Fraction of the distance to the view that a correction covers, where updates are averaged; see above."""
 
@@ -116,7 +118,7 @@ class Replica:
         self._begun: Vector | None = None
         """Buffer of `start` where the workers continued from their own model; used again for the next round."""
         self._models: list[Vector] = [state.model] if owned else []
-        """Buffers of the model; at most two, used alternately."""
+        """Buffers of the model; at most two, used alternately where the present one is needed after a merge."""
         self._scales = self._memory.pop(_SCALES, None)
         """With secure aggregation: the scales of the next round's updates; None in the first round, and without."""
         self._whole = self._memory.pop(_WHOLE, None)
@@ -150,8 +152,7 @@ class Replica:
 
     @property
     def model(self) -> Vector:
-        """The model after all merges so far, shape (n,); with synchronous exchange the next merge overwrites its
-        memory, in the background the one after that."""
+        """The model after all merges so far, shape (n,); the next merge may overwrite its memory."""
         return self._model
 
     @property
@@ -198,6 +199,33 @@ class Replica:
 
     # Our own changes
 
+    def plain_update(self, end: Vector, sequence: int, *, last: bool = False) -> Iterator[tuple[Vector, Vector]] | None:
+        """Return the update of a round that ended with the model ``end``, block by block, where the codec sends what
+        the round has changed as it is; None: `own_update` is needed.
+
+        Yields blocks of ``end`` and of the update; the next one overwrites the memory of the latter.
+        """
+        exchange = self._exchange
+        part = slice(None) if last else fragment(sequence, int(exchange.fragments), end.size)
+        filtered = exchange.significance and not last
+        held = self._keeps_own or self._feedback.residual is not None
+        if held or filtered or part != slice(None) or not self._used(last=last, part=part, size=end.size).verbatim:
+            return None
+        return self._changes(end)
+
+    def _changes(self, end: Vector) -> Iterator[tuple[Vector, Vector]]:
+        change = np.empty(min(_PLAIN_ELEMENTS, end.size), np.float32)
+        for window in windows(end.size, end):
+            for at in range(window.start, window.stop, _PLAIN_ELEMENTS):
+                block = slice(at, min(at + _PLAIN_ELEMENTS, window.stop))
+                yield end[block], np.subtract(end[block], self._start[block], out=change[: block.stop - block.start])
+
+    def _used(self, *, last: bool, part: slice, size: int) -> Codec:
+        """Return the codec of an update that covers a part of ``size`` coordinates."""
+        codec = self._feedback.codec
+        begin, stop, _ = part.indices(size)
+        return with_state(codec_named(codec.last) if last and codec.last else codec, self.trained - begin, stop - begin)
+
     def own_update(
         self, end: Vector, sequence: int, *, last: bool = False, buffer: Vector | None = None, decoded: bool = True
     ) -> OwnUpdate:
@@ -216,13 +244,10 @@ class Replica:
         if exchange.significance and not last:
             model, threshold = self._model[part], exchange.significance
             keep = lambda change: significant(change, model, threshold, sequence)  # noqa: E731 - one expression
-        used = codec
-        if keep is not None:
-            used = Sparse()
-        elif last and codec.last:
-            used = codec_named(codec.last)
         begin, stop, _ = part.indices(end.size)
-        used = with_state(used, self.trained - begin, stop - begin)
+        used = self._used(last=last, part=part, size=end.size)
+        if keep is not None:
+            used = with_state(Sparse(), self.trained - begin, stop - begin)
         self._feedback.codec = used
         tensors, sent = self._feedback.encode(end, part, keep, self._start, buffer, decoded=decoded)
         self._feedback.codec = codec
@@ -248,10 +273,12 @@ class Replica:
         """Record that the workers begin a round from the model ``end`` of their last round, plus a correction."""
         if self._begun is None:
             self._begun = np.empty_like(self._model)
-        if correction is None:
-            self._begun[...] = end
-        else:
-            np.add(end, correction, out=self._begun)
+        read = (end,) if correction is None else (end, correction)
+        for window in windows(end.size, *read):
+            if correction is None:
+                self._begun[window] = end[window]
+            else:
+                np.add(end[window], correction[window], out=self._begun[window])
         self._start = self._begun
 
     def restart(self) -> None:
@@ -299,7 +326,7 @@ class Replica:
         does not judge this region's own update, because its workers have continued from it in any case. With a robust
         rule it does: all regions make the same merges, and corrections lead the workers back.
         """
-        before, in_place = self._model, total is None and lacking <= 0.0
+        before, in_place = self._model, self._merges_in_place(total is not None, lacking)
         total = None if self._robust is not None else total
         if contributions and contributions[-1].whole:
             self._model = self._model_buffer(in_place)
@@ -370,6 +397,13 @@ class Replica:
                     made[name] = np.empty(min(self.trained, out.size), np.float32) if again is None else again
                 made[name][head] = vector
         return out, made
+
+    def _merges_in_place(self, background: bool, lacking: float) -> bool:
+        """Whether nothing needs the present model after the next merge. A checkpoint that has to be written of it is
+        written before."""
+        if lacking > 0.0 and self._whole is None:
+            return False
+        return not background or all(self._model is not other for other in (self._start, self._whole))
 
     def _model_buffer(self, in_place: bool) -> Vector:
         """Return memory for the next model. ``in_place``: nothing needs the present one any longer than a merge does,

@@ -31,8 +31,9 @@ so checkpoints are written only from time to time, concurrently with other work.
 a new file; the older log files stay until the checkpoint is durable.
 
 Large files are not deleted but overwritten, unless something still reads them (`sync.store.BufferPool`), because
-allocating the page cache and the disk blocks of a new file is what a file of a model's size mostly costs. Only what no
-recovery needs is overwritten. If the machine crashes before the end of the old name is durable, that name may be of
+allocating the page cache and the disk blocks of a new file is what a file of a model's size mostly costs. A large
+checkpoint that the exchange waits for passes by the page cache, and is deleted. Only what no recovery needs is
+overwritten. If the machine crashes before the end of the old name is durable, that name may be of
 other content: a checkpoint has its digest in its name, and an update is compared with its manifest's digest before a
 merge.
 """
@@ -40,6 +41,7 @@ merge.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -59,6 +61,7 @@ from geofed_pb.files.durable import (
     commit_write,
     disk_full_as_error,
     flush_folder,
+    write_blocks_durably,
     write_durably,
     write_unflushed,
 )
@@ -71,6 +74,7 @@ from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreMetric
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.frames import check_received
 from sync.ps.execution.replica import ReplicaState
+from sync.ps.execution.threads import background_thread
 from sync.store import BufferPool
 from sync.transfer.manifest import Manifest
 
@@ -81,6 +85,11 @@ _KEPT_CHECKPOINTS = 2
 """Checkpoints on disk: if the newest one is damaged, the merges since the one before it are repeated."""
 _KEPT_ROUNDS = 4
 """Models of evaluated rounds on disk. The control plane fetches one soon after its evaluation, if it wants it."""
+_DIRECT_BYTES = 16 << 20
+"""Checkpoints from this size on are written past the page cache where the exchange waits for them: they are hardly ever
+read, and neither a copy nor new pages of the page cache are needed. A choice."""
+_HASHED_BYTES = 1 << 20
+"""Bytes of an update that are hashed and then written, so that they are still in the CPU's cache. A choice."""
 _MEMORY = "memory/"
 """Prefix, in a checkpoint, of tensors that the WAN policy and the guard keep between merges."""
 _MARK = "mark/"
@@ -334,15 +343,31 @@ class Storage:
     def _rounds(self) -> set[int]:
         return {int(path.stem.split("-")[1]) for path in self.folder.glob("round-*.frame")}
 
-    def keep_update(
-        self, manifest: Manifest, pieces: Sequence[framing.Buffer], first: Callable[[], None] = lambda: None
-    ) -> None:
-        """Make our own update durable.
+    def write_update(self, sequence: int, pieces: Iterable[framing.Buffer], total_bytes: int) -> str:
+        """Make the bytes of our own update durable and return their digest; `keep_update` must follow.
+
+        Each piece is hashed while it is in the CPU's cache.
+        """
+        digest = hashlib.sha256()
+
+        def hashed() -> Iterator[memoryview]:
+            for piece in pieces:
+                view = memoryview(piece).cast("B")
+                for at in range(0, len(view), _HASHED_BYTES):
+                    part = view[at : at + _HASHED_BYTES]
+                    digest.update(part)
+                    yield part
+
+        path = self.folder / "outbox" / f"{sequence}.frame"
+        write_blocks_durably(path, hashed(), total_bytes, self.buffer_pool.take)
+        return f"sha256:{digest.hexdigest()}"
+
+    def keep_update(self, manifest: Manifest, first: Callable[[], None] = lambda: None) -> None:
+        """Make our own update, whose bytes are written, count.
 
         ``first`` is called before the manifest is written: it waits until everything is durable that must be durable
         before the update counts, or raises.
         """
-        write_durably(self.folder / "outbox" / f"{manifest.sequence}.frame", pieces, reuse=self.buffer_pool.take)
         self._hashed.add(_key_of(manifest))
         first()
         self._keep_manifest(self.folder / "outbox" / f"{manifest.sequence}.json", manifest)
@@ -386,8 +411,7 @@ class Storage:
         last attempt whose workers began from this state.
         """
         checkpoint = self.begin_checkpoint(replica_state, apply, ended, attempt)
-        digest = checkpoint.write()
-        checkpoint.flush()
+        digest = checkpoint.store()
         self.finish_checkpoint(checkpoint)
         if apply.complete:
             self.buffer_pool.clear()
@@ -430,7 +454,11 @@ class Storage:
         sequence = self._marks.pop(version).get(self._setup.region, version)
         for old, path in self._checkpoints():
             if old <= version:
-                self._drop(path)
+                # Of one that was written past the page cache, nothing is worth to be used again.
+                if not self._setup.background and path.stat().st_size >= _DIRECT_BYTES:
+                    path.unlink()
+                else:
+                    self._drop(path)
         for path in self._logs():
             if int(path.stem.split("-")[1]) <= version:
                 path.unlink(missing_ok=True)
@@ -570,7 +598,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class PendingCheckpoint:
-    """A checkpoint that is not durable yet. Call ``write``, then ``flush``, from any one thread."""
+    """A checkpoint that is not durable yet. Call ``store``, or ``write`` and then ``flush`` from any one thread."""
 
     folder: Path
     buffer_pool: BufferPool
@@ -584,14 +612,36 @@ class PendingCheckpoint:
     written: list[tuple[Path, BinaryIO]] = field(default_factory=list)
     """Final path, and the open file under its temporary name, between ``write`` and ``flush``."""
 
+    def store(self) -> str:
+        """Make the file durable and return the model's digest."""
+        if self.model.nbytes < _DIRECT_BYTES:
+            digest = self.write()
+            self.flush()
+            return digest
+        path = self.folder / f"checkpoint-{self.version}.frame"
+        with background_thread() as background:
+            hashing = background.submit(self._digest)
+            file = begin_write(path, self._pieces(), direct=True)
+            digest = hashing.result()
+        commit_write(path, file, final=self._path(digest))
+        return digest
+
     def write(self) -> str:
         """Write the file and return the model's digest. The vectors must not change until this returns."""
-        model = np.ascontiguousarray(self.model)
-        digest = framing.digest_of([model.data.cast("B")])
-        pieces = framing.encode({"model": model, **self.rest}, {**self.facts, "memory_crc": _crc(self.rest)})
-        path = self.folder / f"checkpoint-{self.version}-{digest.removeprefix('sha256:')}.frame"
-        self.written.append((path, begin_write(path, pieces, self.buffer_pool.take)))
+        digest = self._digest()
+        self.written.append(
+            (self._path(digest), begin_write(self._path(digest), self._pieces(), self.buffer_pool.take))
+        )
         return digest
+
+    def _digest(self) -> str:
+        return framing.digest_of([np.ascontiguousarray(self.model).data.cast("B")])
+
+    def _pieces(self) -> list[memoryview]:
+        return framing.encode({"model": self.model, **self.rest}, {**self.facts, "memory_crc": _crc(self.rest)})
+
+    def _path(self, digest: str) -> Path:
+        return self.folder / f"checkpoint-{self.version}-{digest.removeprefix('sha256:')}.frame"
 
     def flush(self, *, throttled: bool = False) -> None:
         """Make the file durable; ``throttled``: in small pieces, so that other writes to the disk hardly wait for

@@ -75,7 +75,8 @@ def _live(storage: Storage, recovered: Recovered, model: Vector) -> None:
             manifest, data = _update(region, sequence)
             if region == "a":
                 storage.keep_state(sequence, [b"optimiser state of round %d" % sequence])
-                storage.keep_update(manifest, [data])
+                storage.write_update(manifest.sequence, [data], len(data))
+                storage.keep_update(manifest)
                 continue
             arrival = Arrival(manifest, storage.update_path(region, sequence), reuse=storage.buffer_pool.take)
             for offset in range(arrival.file.prefix, len(data), 100):
@@ -150,7 +151,11 @@ def _check(storage: Storage, recovered: Recovered, digests: dict[int, str]) -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_files_are_reused")
-def test_a_death_before_any_file_operation_loses_and_mixes_nothing(tmp_path: Path, digests: dict[int, str]) -> None:
+@pytest.mark.parametrize("direct_bytes", [0, 16 << 20], ids=["past the page cache", "through it"])
+def test_a_death_before_any_file_operation_loses_and_mixes_nothing(
+    tmp_path: Path, digests: dict[int, str], monkeypatch: pytest.MonkeyPatch, direct_bytes: int
+) -> None:
+    monkeypatch.setattr("sync.ps.execution.storage._DIRECT_BYTES", direct_bytes)
     moment, over = 0, False
     while not over:
         folder = tmp_path / str(moment)
@@ -267,7 +272,8 @@ def test_an_update_is_hashed_once_in_a_process(tmp_path: Path, monkeypatch: pyte
     known = [(manifest, _update(manifest.region, manifest.sequence)[1]) for manifest in manifests]
     made = _update("a", SETUP.rounds + 1)
     monkeypatch.setattr(framing, "digest_of", lambda pieces: hashed.append(real(pieces)) or hashed[-1])
-    storage.keep_update(made[0], [made[1]])
+    assert storage.write_update(made[0].sequence, [made[1]], len(made[1])) == made[0].digest
+    storage.keep_update(made[0])
     for manifest, data in 2 * [*known, made]:
         assert storage.update(manifest) == data
     assert hashed == [manifest.digest for manifest in manifests]
@@ -368,6 +374,22 @@ def test_the_last_checkpoint_leaves_nothing_to_be_written_again(tmp_path: Path) 
     assert list(tmp_path.glob("spare/*"))
     _checkpoint(storage, 5, complete=True)
     assert not list(tmp_path.glob("spare/*"))
+
+
+def test_a_large_checkpoint_is_the_one_that_a_small_limit_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    for limit in (0, 1 << 20):
+        monkeypatch.setattr("sync.ps.execution.storage._DIRECT_BYTES", limit)
+        monkeypatch.setattr(durable, "_DIRECT_BYTES", 4096)
+        storage = _storage(tmp_path / str(limit))
+        model = np.arange(5000, dtype=np.float32)
+        apply = MergeUpdates(1, (), 1, 10.0, 1, version=1, watermarks=(("b", 1),))
+        digest = storage.keep_checkpoint(ReplicaState(model, model), apply)
+        (path,) = storage.folder.glob("checkpoint-*")
+        made.append((digest, path.name, path.read_bytes()))
+    assert made[0] == made[1]
 
 
 # Beside other work

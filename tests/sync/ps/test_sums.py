@@ -365,7 +365,8 @@ def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path
             )
             total, digest = sum(piece.nbytes for piece in pieces), framing.digest_of(pieces)
             manifests.append(Manifest("a", 1, sequence, digest, total, 1.0))
-            storage.keep_update(manifests[-1], pieces)
+            storage.write_update(sequence, pieces, total)
+            storage.keep_update(manifests[-1])
         made = executor.do(SumUp("b", tuple(manifests)), 1)
         assert isinstance(made, Summed)
         assert made.manifest is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import socket
 from pathlib import Path
 
@@ -44,6 +45,23 @@ def test_ranges_are_the_set_of_bytes_that_was_added_and_not_removed(steps: list[
     cut = list(pieces(ranges.missing(0, 60), 7))
     assert all(length <= 7 for _, length in cut)
     assert sum(length for _, length in cut) == 60 - len(truth & set(range(60)))
+
+
+def test_what_was_just_written_is_hashed_without_being_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, read, real = bytes(range(256)) * 8, [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *given: read.append(given[2]) or real(*given))
+    landing = PartialFile(tmp_path / "1.part", len(data))
+    landing.write(0, data[:1000])
+    landing.hash_and_flush(0, data[:1000])
+    landing.write(1500, data[1500:])
+    landing.hash_and_flush(1500, data[1500:])
+    assert not read
+    landing.write(1000, data[1000:1500])
+    landing.hash_and_flush(1000, data[1000:1500])
+    assert read == [1500]
+    assert landing.digest() == "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def test_a_landing_is_resumed_in_another_life_wherever_it_was_written(tmp_path: Path) -> None:
