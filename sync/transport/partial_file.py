@@ -37,6 +37,8 @@ class PartialFile:
         self.total_bytes, self._reserve = total_bytes, reserve
         self._path, self._record = path, path.with_suffix(".have")
         self._have = Ranges()
+        self._writing = Ranges()
+        """Ranges that threads are writing now."""
         self._lock, self._settling = threading.Lock(), threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._writers, self._sealed = 0, False
@@ -69,14 +71,38 @@ class PartialFile:
         with self._lock:
             return self._have.prefix == self.total_bytes
 
-    def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Write bytes at their offset.
+    def write(self, offset: int, data: bytes | memoryview) -> bool:
+        """Write bytes at their offset, except those that are written already; return whether all were new.
 
-        Raises ``GeofedError("DISK_FULL")``, or ``GeofedError("FENCED")`` if the file is complete already.
+        What is written stays as it is: it may be hashed, and a sender must not change it afterwards. Raises
+        ``GeofedError("DISK_FULL")``, or ``GeofedError("FENCED")`` if the file is complete already.
         """
         with disk_full_as_error(self._path):
             descriptor = self._open(writing=True)
-        view, at = memoryview(data), offset
+        view, end = memoryview(data), offset + len(data)
+        missing = self._reserved(offset, end)
+        try:
+            for begin, stop in missing:
+                self._write(descriptor, view[begin - offset : stop - offset], begin)
+        finally:
+            with self._lock:
+                for part in missing:
+                    self._writing.remove(*part)
+                self._writers -= 1
+                self._idle.notify_all()
+        return missing == [(offset, end)]
+
+    def _reserved(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return what is missing of a range, and keep other threads from writing there."""
+        with self._lock:
+            self._idle.wait_for(lambda: self._writing.missing(begin, end) == [(begin, end)])
+            missing = self._have.missing(begin, end)
+            for part in missing:
+                self._writing.add(*part)
+            return missing
+
+    def _write(self, descriptor: int, view: memoryview, begin: int) -> None:
+        at = begin
         try:
             with disk_full_as_error(self._path):
                 while len(view):
@@ -84,10 +110,8 @@ class PartialFile:
                     view, at = view[written:], at + written
         finally:
             with self._lock:
-                self._have.add(offset, at)
-                self._unrecorded.add(offset, at)
-                self._writers -= 1
-                self._idle.notify_all()
+                self._have.add(begin, at)
+                self._unrecorded.add(begin, at)
 
     def drop(self, offset: int, length: int) -> None:
         """Mark bytes as missing because they are damaged. They are hashed once they have been written again."""
@@ -114,7 +138,7 @@ class PartialFile:
     def hash_and_flush(self, offset: int = 0, data: bytes | memoryview = b"") -> None:
         """Hash what has been written and have the kernel begin to write it to disk, unless another thread does so.
 
-        ``data`` was written last, at ``offset``; it is not read again if it is next to be hashed.
+        ``data`` was written last, at ``offset``, all of it; it is not read again if it is next to be hashed.
         """
         if self._settling.acquire(blocking=False):
             try:

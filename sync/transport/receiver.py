@@ -309,14 +309,14 @@ class _Receiving:
             self._handler.received(self._caller, count)
             if file is not None:
                 try:
-                    file.write(at, piece)
+                    new = file.write(at, piece)
                 except GeofedError as error:
                     if error.code != "FENCED":
                         raise
                     # Another stream has completed the update; the rest of the chunk is read and dropped.
                     file = self._landing = None
                 else:
-                    file.hash_and_flush(at, piece)
+                    file.hash_and_flush(at, piece if new else b"")
             if not whole:
                 raise EOFError
             left, at = left - count, at + count

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,12 +99,65 @@ def test_the_record_of_a_file_that_has_its_last_name_tells_nothing_of_a_new_one(
 def test_damaged_bytes_are_hashed_anew_once_they_are_here_again(tmp_path: Path) -> None:
     data = bytes(1000)
     landing = PartialFile(tmp_path / "1.part", 1000)
-    landing.write(0, b"x" * 1000)
+    landing.write(0, data[:200] + b"x" * 300 + data[500:])
     landing.hash_and_flush()
     landing.drop(200, 300)
     assert landing.have == [(0, 200), (500, 1000)]
-    landing.write(0, data)
+    assert not landing.write(0, data), "some of it was there"
     assert landing.digest() == "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def test_a_sender_cannot_change_what_it_has_sent(tmp_path: Path) -> None:
+    data = bytes(range(250)) * 4
+    landing = PartialFile(tmp_path / "1.part", 1000)
+    assert landing.write(100, data[100:600])
+    landing.hash_and_flush(100, data[100:600])
+    # A relay that has sent what the digest is of, and then something else.
+    assert not landing.write(0, bytes(700))
+    landing.hash_and_flush()
+    assert not landing.write(100, b"x" * 500)
+    assert landing.write(700, data[700:])
+    content = bytes(100) + data[100:600] + bytes(100) + data[700:]
+    assert (tmp_path / "1.part").read_bytes() == content
+    assert landing.digest() == "sha256:" + hashlib.sha256(content).hexdigest()
+
+
+def test_of_two_senders_of_the_same_bytes_one_writes_them(tmp_path: Path) -> None:
+    """Whatever the threads' order, the digest is that of the file."""
+    for number in range(20):
+        landing = PartialFile(tmp_path / f"{number}.part", 64 << 10)
+
+        def send(byte: bytes, landing: PartialFile = landing) -> int:
+            new = 0
+            for at in range(0, 64 << 10, 1 << 10):
+                piece = byte * (1 << 10)
+                wrote = landing.write(at, piece)
+                landing.hash_and_flush(at, piece if wrote else b"")
+                new += wrote
+            return new
+
+        with ThreadPoolExecutor(3) as pool:
+            assert sum(pool.map(send, (b"a", b"b", b"c"))) == 64
+        content = (tmp_path / f"{number}.part").read_bytes()
+        assert landing.digest() == "sha256:" + hashlib.sha256(content).hexdigest()
+        landing.close()
+
+
+def test_a_write_that_fails_leaves_room_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    landing = PartialFile(tmp_path / "1.part", 100)
+    landing.write(40, bytes(10))
+    real = os.pwrite
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(GeofedError) as raised:
+        landing.write(0, bytes(100))
+    assert raised.value.code == "DISK_FULL"
+    monkeypatch.setattr(os, "pwrite", real)
+    landing.write(0, bytes(100))
+    assert landing.whole
 
 
 def test_nobody_writes_into_a_landing_that_is_complete(tmp_path: Path) -> None:
