@@ -44,10 +44,10 @@ from control_plane.service import (
     Probing,
     Profiling,
     RegionCheck,
+    Replanner,
     SignInService,
     Silence,
     StoreThreads,
-    Succession,
     Sweeper,
     UserCheck,
     active_jobs,
@@ -360,11 +360,11 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     probing = Probing(federation, measurements, config.probe_wait)
     stack.push_async_callback(probing.close)
     profiling = Profiling(federation, measurements)
-    succession = Succession(federation)
+    replanner = Replanner(federation)
     access = AccessConfig(authority, "", config.region_certificate_life)
     sweeper = Sweeper(federation, config.keep)
-    dashboard = Dashboard(federation, state.token_hash, sign_ins, probing, succession, sweeper)
-    users = ControlService(federation, profiling, probing, succession, sweeper, measurements, access, sign_ins)
+    dashboard = Dashboard(federation, state.token_hash, sign_ins, probing, replanner, sweeper)
+    users = ControlService(federation, profiling, probing, replanner, sweeper, measurements, access, sign_ins)
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
     checks = health.aio.HealthServicer()
     of_users = AccessInterceptor(CONTROL_RULES, UserCheck(federation, state.token_hash))
@@ -392,7 +392,7 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     stack.callback(federation.stop)
     stack.push_async_callback(_cancel, background(_tick(federation), step_down))
     stack.push_async_callback(_cancel, background(_keep_certificate(config, authority, web), step_down))
-    stack.push_async_callback(_cancel, background(succession.run(), step_down))
+    stack.push_async_callback(_cancel, background(replanner.run(), step_down))
     stack.push_async_callback(_cancel, background(sweeper.run(), step_down))
     await checks.set("", health_pb2.HealthCheckResponse.SERVING)
     _write_context(config, state, ports)

@@ -190,8 +190,8 @@ app.add_typer(audits)
 @audits.callback(invoke_without_command=True)
 def audit(context: typer.Context, state_dir: StateDir = DEFAULT_STATE) -> None:
     """Print the heads of the control plane's audit log that this region has: for `geofed audit verify --witness`."""
+    from region_agent.link.audit_heads import AUDIT_HEADS
     from region_agent.link.identity import Identity
-    from region_agent.link.witness import AUDIT_HEADS
 
     if (command := context.invoked_subcommand) is not None:
         source = context.get_parameter_source("state_dir")
@@ -278,7 +278,7 @@ def privacy(
 
     from region_agent.config import load_config
     from region_agent.privacy import LEDGER, accounts_of
-    from sync.private import PrivacyLedger, epsilon_of
+    from sync.privacy import PrivacyLedger, epsilon_of
 
     rows = PrivacyLedger(state_dir / LEDGER).rows()
     accounts = accounts_of(load_config(config) if config is not None else None, rows)

@@ -16,7 +16,7 @@ from region_agent.config import PrivacyBudget, RegionConfig
 from sync.collective import collective_named
 from sync.histograms import by_category, without_small_counts
 from sync.policy import policy_named
-from sync.private import LedgerRow, PrivacyLedger, Release, affordable, epsilon_of
+from sync.privacy import LedgerRow, PrivacyLedger, Release, affordable, epsilon_of
 from sync.wan import ExchangeSettings
 
 __all__ = [
@@ -291,7 +291,7 @@ def _part_that_counts(settings: ExchangeSettings, budget: PrivacyBudget | None) 
     """Return the part of the noise of a sum that honest regions add, by the data's owner.
 
     With secure aggregation any ``secure - 1`` regions together add all of it, each by its variance
-    (`sync.private.standard_deviation`).
+    (`sync.privacy.standard_deviation`).
     """
     needed = settings.secure - 1
     if (

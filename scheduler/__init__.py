@@ -1,7 +1,7 @@
 """All decisions of geofed, as pure functions over dataclasses: no I/O, no clock, no import of the other rooms."""
 
 from scheduler._configurations import unmeasured_mb
-from scheduler._course import step_seconds
+from scheduler._cost_model import step_seconds
 from scheduler._estimate import BETWEEN_REGIONS, SLICE_ENDS, estimate, round_compute_seconds, stood_still_seconds
 from scheduler._link import LinkTable, Path, link_table
 from scheduler._model import (
@@ -29,7 +29,7 @@ from scheduler._model import (
     StartBilled,
 )
 from scheduler._plan import Planner, plan
-from scheduler._restaff import Restaffing, Staffed, pace, paces, restaff
+from scheduler._rescaling import Restaffing, Staffed, pace, paces, restaff
 from scheduler.search import BatchPlanner, tried_batches
 from scheduler.topology import (
     Rerouting,

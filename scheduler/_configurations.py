@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 import numpy.typing as npt
 
-from scheduler._course import Floats, Staffs, whole_model_step_seconds
+from scheduler._cost_model import Floats, Staffs, whole_model_step_seconds
 from scheduler._estimate import figures_of, overheads_of_whole_models, prices_of, worker_speed
 from scheduler._model import Demand, PlannedPartition, Region, Snapshot
-from scheduler._moves import train_clients, train_samples
 from scheduler._pipelined import Staged, staged
-from scheduler._published import METHODS
+from scheduler._published_rules import METHODS
+from scheduler._shard_moves import train_clients, train_samples
 from scheduler.search import Ints
 from scheduler.tuning._profile import MEMORIES_MB, worker_counts
 from sync.channel import channel_kinds

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
-from scheduler._course import Exchanges, JobTimeline, Occasion, Staffs, course, standing_seconds, step_seconds
+from scheduler._cost_model import Exchanges, JobTimeline, Occasion, Staffs, course, standing_seconds, step_seconds
 from scheduler._link import (
     BACKGROUND_END_BYTES_PER_SECOND,
     HANDLED_BYTES_PER_SECOND,

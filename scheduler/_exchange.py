@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler._course import Exchanges
+from scheduler._cost_model import Exchanges
 from scheduler._estimate import (
     PRIOR_MODEL_BYTES,
     contact_seconds,

@@ -14,7 +14,7 @@ from scheduler._configurations import (
     merging_of,
     needed_mb,
 )
-from scheduler._course import step_seconds
+from scheduler._cost_model import step_seconds
 from scheduler._estimate import basis_of, copied_of, estimate, occasion_of, spread_of
 from scheduler._exchange import Ways, policy_of, share_of, ways_of
 from scheduler._explain import alternatives, beyond_limits
@@ -31,9 +31,9 @@ from scheduler._model import (
     Region,
     Snapshot,
 )
-from scheduler._moves import IMPOSSIBLE, PlacedShards, best_moves, train_clients, train_samples
 from scheduler._pipelined import unstaged
-from scheduler._published import METHODS
+from scheduler._published_rules import METHODS
+from scheduler._shard_moves import IMPOSSIBLE, PlacedShards, best_moves, train_clients, train_samples
 from scheduler.search import MOST_OFF, EvaluatedPlans, PlanCriteria, PlanEvaluation, PlanIndex, PlanSearch, Spread
 from scheduler.tuning._learning import PRIOR_NOISE_SAMPLES, noise_samples
 from sync.channel import channel_kinds

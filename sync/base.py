@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from geofed_pb.errors import GeofedError
 from sync.framing import Array
-from sync.places import Access, Place, refused, tensors_of, version_of
+from sync.module_tensors import Access, Place, refused, tensors_of, version_of
 
 __all__ = ["Base", "frozen_parameters", "possibly_constant", "written"]
 

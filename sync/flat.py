@@ -1,5 +1,5 @@
 """Conversion between a torch module and its flat vector. Besides this module, only `sync.base`, `sync.device`,
-`sync.merging.gradients`, `sync.places` and `sync.pipeline` need torch in this package."""
+`sync.merging.gradients`, `sync.module_tensors` and `sync.pipeline` need torch in this package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from geofed_pb.errors import GeofedError
 from sync.base import Base
 from sync.coordinates import coding_of
 from sync.layout import Layout, Slot, Vector
-from sync.places import KINDS, Access, Found, Place, memory_of, refused, tensors_of, unlisted_buffers, version_of
+from sync.module_tensors import (
+    KINDS,
+    Access,
+    Found,
+    Place,
+    memory_of,
+    refused,
+    tensors_of,
+    unlisted_buffers,
+    version_of,
+)
 
 __all__ = ["FlatModel", "layout_of"]
 

@@ -48,8 +48,8 @@ from control_plane.core._events import (
 )
 from control_plane.core._goal import federated_histograms, federated_metrics, may_end_early
 from control_plane.core._job import MAX_PUBLISHES, JobMachine
-from control_plane.core._leaving import why_not_without
 from control_plane.core._links import WanLink, wan_links
+from control_plane.core._lost_regions import why_not_without
 from control_plane.core._meters import with_late_charges
 from control_plane.core._models import best_model, last_model, models_of
 from control_plane.core._region import RegionMachine, RegionState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from control_plane.core._copies import links_needed
+from control_plane.core._shard_copies import links_needed
 from control_plane.core._state import ENDED_PARTITION, JobState
 
 __all__ = ["condition_of"]

@@ -11,17 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from control_plane.core._copies import (
-    copies_ended,
-    copying,
-    forget_commands,
-    is_awaited,
-    transfer_commands,
-    unfinished,
-    waits_for_shards,
-    with_copy,
-    with_report,
-)
 from control_plane.core._events import (
     CancelRequested,
     FinishRequested,
@@ -48,7 +37,7 @@ from control_plane.core._events import (
     Tick,
 )
 from control_plane.core._goal import may_end_early, metrics_lacking_goal, reached
-from control_plane.core._leaving import furthest, halting, lost_for_long, why_not_without
+from control_plane.core._lost_regions import furthest, halting, lost_for_long, why_not_without
 from control_plane.core._meters import with_all_meters, with_late_charges
 from control_plane.core._models import (
     keeps_models,
@@ -60,6 +49,17 @@ from control_plane.core._models import (
     with_latest,
 )
 from control_plane.core._report_events import failure_of, fewer_workers, never_backwards, records_of
+from control_plane.core._shard_copies import (
+    copies_ended,
+    copying,
+    forget_commands,
+    is_awaited,
+    transfer_commands,
+    unfinished,
+    waits_for_shards,
+    with_copy,
+    with_report,
+)
 from control_plane.core._state import ENDED_PARTITION, Copy, Failure, JobPhase, JobState, Link, Partition, Peer
 
 MAX_PUBLISHES = 5

@@ -36,8 +36,8 @@ from control_plane.service import (
     Federation,
     JobEntry,
     Probing,
+    Replanner,
     SignInService,
-    Succession,
     Sweeper,
     caller_of,
     caller_with,
@@ -96,12 +96,12 @@ class Dashboard:
         operator_hash: str,
         sign_ins: SignInService,
         probing: Probing,
-        succession: Succession,
+        replanner: Replanner,
         sweeper: Sweeper,
     ) -> None:
         """``operator_hash``: hash of the operator's token."""
         self._federation, self._operator_hash, self._sign_ins = federation, operator_hash, sign_ins
-        self._probing, self._succession, self._sweeper = probing, succession, sweeper
+        self._probing, self._replanner, self._sweeper = probing, replanner, sweeper
         self._sessions = Sessions(time.monotonic)
         self._by_provider = ProviderSignIn(sign_ins)
         self._plotly = _plotly()
@@ -355,7 +355,7 @@ class Dashboard:
         elif action == "scale":
             await scale(federation, job, _workers(form), _REASON, by)
         elif action == "replan":
-            await replan(federation, self._succession, entry, _REASON, by)
+            await replan(federation, self._replanner, entry, _REASON, by)
         elif action == "rename":
             await rename(federation, entry, form.get("name", "").strip(), by)
         elif action in ("share", "unshare"):

@@ -2,13 +2,13 @@
 
 from control_plane.service._metrics import MetricsExporter
 from control_plane.service.jobs._commands import cancel, finish, rename, replan, share
+from control_plane.service.jobs._replanner import Replanner
 from control_plane.service.jobs._resume import resume
 from control_plane.service.jobs._submission import answer_plan, scale, submit
-from control_plane.service.jobs._succession import Succession
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.measuring._probing import WAIT, Probing
 from control_plane.service.measuring._profiling import Profiling
-from control_plane.service.planning._initial import kept_model
+from control_plane.service.planning._initial_model import kept_model
 from control_plane.service.rpc._access import AGENT_RULES, CONTROL_RULES, RegionCheck, UserCheck
 from control_plane.service.rpc._agents import AgentHubService
 from control_plane.service.rpc._control import DAILY_CODE_BYTES, AccessConfig, ControlService
@@ -20,7 +20,7 @@ from control_plane.service.state._draft import OPERATOR
 from control_plane.service.state._entries import JobEntry, reported_workers
 from control_plane.service.state._federation import Federation
 from control_plane.service.state._job_lookup import active_jobs
-from control_plane.service.state._leading import SILENT_SECONDS, Leading, Silence, StoreThreads
+from control_plane.service.state._leadership import SILENT_SECONDS, Leading, Silence, StoreThreads
 from control_plane.service.storage._deletion import require_deletable
 from control_plane.service.storage._inventory import KEEP
 from control_plane.service.storage._sweeper import Sweeper
@@ -46,10 +46,10 @@ __all__ = [
     "Probing",
     "Profiling",
     "RegionCheck",
+    "Replanner",
     "SignInService",
     "Silence",
     "StoreThreads",
-    "Succession",
     "Sweeper",
     "UserCheck",
     "active_jobs",

@@ -77,8 +77,7 @@ from region_agent.partition.events import (
     StoreBatches,
     WorkerEnded,
 )
-from region_agent.partition.function import WorkerFunction
-from region_agent.partition.invocations import HeldDevices, Invocations
+from region_agent.partition.invocation_bodies import HeldDevices, Invocations
 from region_agent.partition.logs import FunctionLogs
 from region_agent.partition.machine import PartitionMachine
 from region_agent.partition.report import (
@@ -92,6 +91,7 @@ from region_agent.partition.report import (
 from region_agent.partition.server_events import ServerEvents
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS, PartitionShards
+from region_agent.partition.worker_function import WorkerFunction
 from region_agent.privacy import PrivacyGuard, is_private, keeps_texts, ships_logs, without_quotes
 from region_agent.shards.digests import JobDigests
 from region_agent.shards.indexing import INDEXES, Indexes

@@ -28,11 +28,11 @@ from geofed_pb.v1 import worker_pb2
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.ps_client import PsClient, SliceOver
 from region_agent.worker.ranks.devices import own_device
+from region_agent.worker.tensor_tree import dump_tree, load_tree
 from region_agent.worker.training.optimizer_state import State
 from region_agent.worker.training.rounds import BoundaryAnswer, PendingBoundary, RoundSums
 from region_agent.worker.training.trainer import Trainer
 from region_agent.worker.training.usage import UsageMeter
-from region_agent.worker.tree import dump_tree, load_tree
 from sync import framing
 from sync.channel import Channel
 from sync.collective import State as CollectiveState

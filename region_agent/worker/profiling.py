@@ -33,7 +33,7 @@ from region_agent.worker.training.usage import peak_bytes
 from sync.base import frozen_parameters
 from sync.device import device, device_peak_bytes, finish, reset_device_peak
 from sync.flat import FlatModel, layout_of
-from sync.local import local_names
+from sync.local_tensors import local_names
 from sync.pipeline import Layers, measure_layers, model_input
 from sync.seeding import seed_all
 

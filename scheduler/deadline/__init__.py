@@ -1,13 +1,13 @@
 """Deadlines: admission with promises, their cost, and the use of what is left. The same core runs live and in
 simulations."""
 
-from scheduler.deadline._allot import LIVE, Allotment, Offer, allot, offer, promised_at_once
+from scheduler.deadline._admission import LIVE, Allotment, Offer, allot, offer, promised_at_once
 from scheduler.deadline._buddy import Buddy, BuddyPlacement
-from scheduler.deadline._course import Course, Ground
 from scheduler.deadline._curve import SpeedCurve, curve_from_table
-from scheduler.deadline._kinds import Kinds, Refuge, allot_kinds, refuge, spot_share
-from scheduler.deadline._ledger import Gang, Reservation, StaffingPace, devices_of
 from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Overhead, Rules
+from scheduler.deadline._preemptible import Kinds, Refuge, allot_kinds, refuge, spot_share
+from scheduler.deadline._promises import Course, Ground
+from scheduler.deadline._reservations import Gang, Reservation, StaffingPace, devices_of
 
 __all__ = [
     "LIVE",

@@ -1,8 +1,8 @@
 """Pipelines of functions for models that one function cannot hold: cuts, memory sizes and replicas."""
 
 from scheduler.pipeline._evaluate import evaluate
+from scheduler.pipeline._event_simulation import played
 from scheduler.pipeline._explain import cuts_of, explain
-from scheduler.pipeline._front import cheapest, fastest, front, uniform, ways_of
 from scheduler.pipeline._model import (
     Cut,
     FunctionSize,
@@ -19,7 +19,7 @@ from scheduler.pipeline._model import (
     StageChannel,
     StageRegion,
 )
-from scheduler.pipeline._play import played
+from scheduler.pipeline._planner import cheapest, fastest, front, uniform, ways_of
 
 __all__ = [
     "Cut",

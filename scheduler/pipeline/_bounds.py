@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scheduler.pipeline._begun import (
+from scheduler.pipeline._known import SINGLE, Front, Singles
+from scheduler.pipeline._labels import Labels, ranges
+from scheduler.pipeline._lower_bounds import (
     ALONE,
     BEAT,
     BEAT_F,
@@ -18,8 +20,6 @@ from scheduler.pipeline._begun import (
     Beginnings,
     ChainPrefixes,
 )
-from scheduler.pipeline._known import SINGLE, Front, Singles
-from scheduler.pipeline._labels import Labels, ranges
 from scheduler.pipeline._tables import Floats, Ints, Tables
 
 __all__ = ["LabelBounds"]

@@ -1,8 +1,8 @@
 """Scaling of workers while a job trains: the published tuner, and ours."""
 
 from scheduler.scaling._federation import dealt, federated_terms
+from scheduler.scaling._mlless_tuner import PublishedSettings, PublishedTuner
 from scheduler.scaling._model import ScalingDecision, ScalingGoal, StepObservation, Terms
-from scheduler.scaling._published import PublishedSettings, PublishedTuner
 from scheduler.scaling._tuner import ScalingSettings, ScalingTuner, learning_rate_factor
 
 __all__ = [

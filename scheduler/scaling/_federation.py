@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from scheduler._restaff import CHANGE_SECONDS, Staffed
+from scheduler._rescaling import CHANGE_SECONDS, Staffed
 from scheduler.scaling._model import Terms
 
 __all__ = ["dealt", "federated_terms"]

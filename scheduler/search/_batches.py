@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from scheduler._model import Alternative, Declined, Demand, Plan, Region, Snapshot
-from scheduler._moves import train_samples
+from scheduler._shard_moves import train_samples
 
 __all__ = ["BatchPlanner", "TriedBatches", "differences", "tried_batches"]
 

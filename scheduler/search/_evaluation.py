@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler._course import Bools, Floats, Occasion, Staffs, course
+from scheduler._cost_model import Bools, Floats, Occasion, Staffs, course
 from scheduler._exchange import Ways, policy_of
 from scheduler._model import Demand
 from scheduler.tuning._learning import PRIOR_NOISE_SAMPLES, batch_points, exchange_points, samples_factor

@@ -32,7 +32,7 @@ from functools import cached_property
 
 import numpy as np
 
-from scheduler._course import Bools, Floats
+from scheduler._cost_model import Bools, Floats
 from scheduler.search._evaluation import EvaluatedPlans, Ints, PlanEvaluation, PlanIndex
 from scheduler.search._staffings import BEYOND_WORTH, MOST_TRIED, Staffings, joined, logarithm
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from scheduler._course import Floats, Staffs
+from scheduler._cost_model import Floats, Staffs
 from scheduler.search._evaluation import MOST_OFF, OFF_POINTS, Ints, PlanEvaluation, off_share
 
 __all__ = ["BEYOND_WORTH", "MOST_ENUMERATED", "MOST_TRIED", "Staffings", "joined", "logarithm"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler.deadline import Overhead, SpeedCurve
-from scheduler.simulate._floor import Floor
+from scheduler.simulate._nodes import Floor
 from scheduler.simulate._outcome import JobOutcome, SimulationRun
 from scheduler.simulate._trace import TraceJob
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from scheduler.deadline import DeviceCapacity, Gang, Reservation, Rules, StaffingPace, allot, offer
 from scheduler.simulate._engine import PolicyDecision, RunningJob
-from scheduler.simulate._floor import Floor
+from scheduler.simulate._nodes import Floor
 
 __all__ = ["Live"]
 

@@ -13,7 +13,7 @@ from scheduler.topology._evaluate import (
     topology_kind,
     topology_kinds,
 )
-from scheduler.topology._flood import Links, links_among, links_of
+from scheduler.topology._exchange_time import Links, links_among, links_of
 from scheduler.topology._rerouting import Rerouting, Sighting, as_seen, measured_path, rerouted
 
 __all__ = [

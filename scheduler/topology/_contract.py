@@ -8,7 +8,7 @@ from itertools import combinations
 
 import numpy as np
 
-from scheduler.topology._flood import Bools, Floats, Hops, Links, tree_seconds
+from scheduler.topology._exchange_time import Bools, Floats, Hops, Links, tree_seconds
 
 __all__ = ["Candidate", "Network", "TopologyKind", "components", "spanning_edges"]
 

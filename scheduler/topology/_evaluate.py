@@ -17,7 +17,7 @@ import numpy as np
 from scheduler._link import LinkTable
 from scheduler.topology import mesh, partial_mesh, ring, star, tree, two_level
 from scheduler.topology._contract import Candidate, Network, TopologyKind, components
-from scheduler.topology._flood import MANY, Links, carried_updates, links_among, mesh_seconds
+from scheduler.topology._exchange_time import MANY, Links, carried_updates, links_among, mesh_seconds
 
 __all__ = [
     "Topologies",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler.topology._contract import Candidate, Network, TopologyKind
-from scheduler.topology._flood import mesh_seconds
+from scheduler.topology._exchange_time import mesh_seconds
 
 __all__ = ["KIND"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 from scheduler.topology._contract import Candidate, Network, TopologyKind
-from scheduler.topology._flood import MANY, mesh_seconds
+from scheduler.topology._exchange_time import MANY, mesh_seconds
 
 __all__ = ["KIND"]
 

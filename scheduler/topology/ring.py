@@ -10,7 +10,7 @@ from itertools import combinations, permutations
 import numpy as np
 
 from scheduler.topology._contract import Candidate, Network, TopologyKind
-from scheduler.topology._flood import Hops, Ints, around, ring_times
+from scheduler.topology._exchange_time import Hops, Ints, around, ring_times
 
 __all__ = ["KIND"]
 

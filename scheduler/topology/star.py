@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler.topology._contract import Candidate, Network, TopologyKind
-from scheduler.topology._flood import MANY, trees_seconds
+from scheduler.topology._exchange_time import MANY, trees_seconds
 
 __all__ = ["KIND"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scheduler.topology._contract import Candidate, Network, TopologyKind, components, spanning_edges
-from scheduler.topology._flood import MANY, MISSING_SECONDS, Floats, Hops, Ints, Links, trees_seconds
+from scheduler.topology._exchange_time import MANY, MISSING_SECONDS, Floats, Hops, Ints, Links, trees_seconds
 
 __all__ = ["KIND"]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sync.codec._contract import Codec, Tensors
 from sync.codec._slabs import join_slabs, slabs_of
 from sync.layout import Vector
-from sync.mapped import release, windows
+from sync.mapped_files import release, windows
 
 __all__ = ["ErrorFeedback"]
 

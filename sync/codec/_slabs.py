@@ -11,7 +11,7 @@ import numpy as np
 
 from sync.codec._contract import RANGE, Codec, Tensors
 from sync.layout import Vector
-from sync.mapped import release
+from sync.mapped_files import release
 
 __all__ = ["SLAB", "Decoding", "Slab", "Slabwise", "concatenated", "decoded", "equal_slabs", "join_slabs", "slabs_of"]
 

@@ -1,11 +1,11 @@
 """Merges by the workers of one partition over its channel: what executes the collectives of `sync.collective`."""
 
 from sync.merging._change_collective import ChangeCollective
+from sync.merging._isp_filter import SignificanceFilter
 from sync.merging._mean_collective import Buckets, MeanCollective
 from sync.merging._members import Member, chunk_bounds, owners, succession
-from sync.merging._mlless_filter import SignificanceFilter
+from sync.merging._merge_order import OrderedSum
 from sync.merging._opening import open_collective
-from sync.merging._ordered_sum import OrderedSum
 from sync.merging._probe import probe
 
 __all__ = [

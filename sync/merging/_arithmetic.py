@@ -11,7 +11,7 @@ import numpy.typing as npt
 from geofed_pb.errors import GeofedError
 from sync.codec import Codec, ErrorFeedback, Tensors, codec_named, is_list_format, with_state
 from sync.layout import Vector
-from sync.merging._ordered_sum import Numbers, OrderedSum
+from sync.merging._merge_order import Numbers, OrderedSum
 from sync.merging.lists import Lists, ListsAndState
 
 __all__ = ["Arithmetic", "MeanOf"]

@@ -23,12 +23,12 @@ from sync.collective import Merged, Settings, Settled, State
 from sync.layout import Vector
 from sync.merging._driver import Patience
 from sync.merging._exchange import Arrived, Delete, Event, Fetch, Put, Request
+from sync.merging._isp_filter import SignificanceFilter, significant
 from sync.merging._mean_collective import driver_of
 from sync.merging._members import Member
-from sync.merging._mlless_filter import SignificanceFilter, significant
-from sync.merging._ordered_sum import Numbers, OrderedSum
-from sync.merging._plan import Call, ReductionPlan, plan_of
+from sync.merging._merge_order import Numbers, OrderedSum
 from sync.merging._reduce_exchange import ReduceExchange, weight_of
+from sync.merging._reduction_plan import Call, ReductionPlan, plan_of
 from sync.merging.lists import AsPublished, ListCodec, Lists
 
 __all__ = ["ChangeCollective"]

@@ -20,8 +20,8 @@ from sync.merging._arithmetic import MeanOf
 from sync.merging._driver import Driver, Events, InPlace, OneByOne, Patience, RequestFailed, Threads
 from sync.merging._exchange import Event, Given
 from sync.merging._members import Member
-from sync.merging._plan import Call, ReductionPlan, in_parts, plan_of
 from sync.merging._reduce_exchange import Pull, ReduceExchange
+from sync.merging._reduction_plan import Call, ReductionPlan, in_parts, plan_of
 
 __all__ = ["Buckets", "MeanCollective", "driver_of", "with_weight"]
 

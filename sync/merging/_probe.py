@@ -13,7 +13,7 @@ import numpy as np
 
 from sync.channel import Channel
 from sync.collective import ChannelCosts
-from sync.merging._ordered_sum import OrderedSum
+from sync.merging._merge_order import OrderedSum
 
 __all__ = ["probe"]
 

@@ -26,8 +26,8 @@ from sync.collective import Merged
 from sync.layout import Vector
 from sync.merging._arithmetic import Arithmetic
 from sync.merging._exchange import Arrived, Delete, Event, Fetch, Given, Put, Request, ValuesStored
-from sync.merging._ordered_sum import OrderedSum
-from sync.merging._plan import Call, ReductionPlan
+from sync.merging._merge_order import OrderedSum
+from sync.merging._reduction_plan import Call, ReductionPlan
 
 __all__ = ["Pull", "ReduceExchange"]
 

@@ -52,7 +52,7 @@ from sync.ps.core.machine import Machine, Setup
 from sync.ps.core.synchronous import Synchronous
 from sync.ps.execution.executor import ActionExecutor, FramedUpdate, merged_key
 from sync.ps.execution.threads import lower_priority
-from sync.ps.standstill import Standstill, waits_only
+from sync.ps.waiting_time import Standstill, waits_only
 from sync.wan import ExchangeSettings, LinkSample
 
 __all__ = ["Engine", "merged_key"]

@@ -20,7 +20,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, answering, peer_region, streaming
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import common_pb2, sync_pb2
-from sync.mapped import locked
+from sync.mapped_files import locked
 from sync.ps.admission import MAX_WITNESSES, Admission
 from sync.ps.config import PsConfig
 from sync.ps.core.actions import SendUpdates

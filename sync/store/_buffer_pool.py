@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from sync.mapped import locked
+from sync.mapped_files import locked
 
 __all__ = ["MIN_BYTES", "SPARE_FOLDER", "BufferPool", "locked"]
 

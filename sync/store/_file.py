@@ -28,8 +28,8 @@ _TRIES = 100
 _MAX_VALUE_BYTES = 1 << 44
 """The largest file of ext4."""
 _POPULATED_BYTES = 16 << 20
-"""Values up to this size are mapped at once. Larger ones are read in windows (`sync.mapped`); to map 45 MB at once took
-as long as page by page."""
+"""Values up to this size are mapped at once. Larger ones are read in windows (`sync.mapped_files`); to map 45 MB at
+once took as long as page by page."""
 _MAX_BUFFERS = 512
 """Buffers that are passed to one write; below the kernel's limit."""
 

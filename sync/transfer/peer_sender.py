@@ -22,7 +22,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, error_of
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import sync_pb2
-from sync.mapped import locked
+from sync.mapped_files import locked
 from sync.transfer.bulk import BulkConnection, BulkUnreachable
 from sync.transfer.direct import ConnectionReplaced, DirectConnection, LinkMeter
 from sync.transfer.manifest import Manifest, PeerAddress

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from sync.policy import Damped, DelayCompensated, Policy, make_policy
+from sync.wan._asp_filter import significant
 from sync.wan._controller import Bounds, LinkSample, Observation, initial, observe
-from sync.wan._gaia_filter import significant
 from sync.wan._guard import Guard, norm_of
 from sync.wan._overlap import overlapped_steps
 from sync.wan._settings import ExchangeSettings

@@ -37,7 +37,7 @@ from support.virtual_channel import Program, Virtual
 from sync.collective import ChannelCosts, Merge, Settings, choose, estimate
 from sync.merging import ChangeCollective, MeanCollective, Member
 from sync.merging._exchange import Given
-from sync.merging._plan import plan_of
+from sync.merging._reduction_plan import plan_of
 
 MB = 1e6
 SIZES_MB = {"0.25 MB": 0.25, "14 MB": 14.0, "47 MB": 47.0}

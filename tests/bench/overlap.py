@@ -43,7 +43,7 @@ from region_agent.worker.training.merging import Merging, merging_for
 from sync.channel import Channel, Usage
 from sync.collective import ChannelCosts
 from sync.flat import FlatModel
-from sync.merging import _plan, probe
+from sync.merging import _reduction_plan, probe
 from sync.store import _s3
 
 MODELS = {"ResNet-18, 44.7 MB": resnet18, "MobileNetV2, 14.0 MB": mobilenet}
@@ -57,7 +57,7 @@ CASES = (
 WORKER_USD_PER_SECOND = 2 * 0.0000166667
 STEPS = 3
 WAYS = ("after", "during")
-_MIN_CHUNKS = _plan._MIN_CHUNKS_IN_PARTS
+_MIN_CHUNKS = _reduction_plan._MIN_CHUNKS_IN_PARTS
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Side:
 
     def __init__(self, way: str, worker: int, setup: Setup, channel: Channel, costs: ChannelCosts) -> None:
         # Where no number of chunks is worth it, production hands in whole vectors, in chunks of one length.
-        _plan._MIN_CHUNKS_IN_PARTS = _MIN_CHUNKS if way == "during" else sys.maxsize
+        _reduction_plan._MIN_CHUNKS_IN_PARTS = _MIN_CHUNKS if way == "during" else sys.maxsize
         self.module = StandIn(setup.pace, setup.compute * setup.slower, setup.scale, (worker,))
         self._optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
         call = Invocation(

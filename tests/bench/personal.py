@@ -30,7 +30,7 @@ from torch import nn
 
 from sync.codec import codec_named
 from sync.flat import FlatModel
-from sync.local import local_names
+from sync.local_tensors import local_names
 from sync.policy import Contribution
 from sync.ps.execution.replica import Replica, ReplicaState
 from sync.wan import ExchangeSettings, policy_of

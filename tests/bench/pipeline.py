@@ -47,7 +47,7 @@ from scheduler.pipeline import (
     front,
     uniform,
 )
-from scheduler.pipeline._front import ways_of
+from scheduler.pipeline._planner import ways_of
 from tests.scheduler.pipeline.problems import problem as small_problem
 from tests.scheduler.pipeline.program import least_usd
 

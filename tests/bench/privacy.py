@@ -46,7 +46,7 @@ from region_agent.worker.data.shard import BatchStream
 from region_agent.worker.invocation import PrivateSteps
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.private_steps import PrivateGradients
-from sync.private import Release, epsilon_of, noise_for, noisy_update
+from sync.privacy import Release, epsilon_of, noise_for, noisy_update
 
 EPSILONS = (1.0, 3.0, 8.0)
 DELTA = 1e-5

@@ -28,8 +28,8 @@ from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import FakeAgent
 from tests.control_plane.scenario import bring_up, figures, finish, run, train
 from tests.control_plane.test_models import keeps
+from tests.control_plane.test_replanner import LONG, come, end_early, ended, rounds
 from tests.control_plane.test_signed import as_user, submitted
-from tests.control_plane.test_succession import LONG, come, end_early, ended, rounds
 
 EVIL = "<script>alert(1)</script>"
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from control_plane.service.jobs._submission import _most_workers
-from control_plane.service.measuring._known import Learnt
 from control_plane.service.measuring._measurements import Measurements
+from control_plane.service.measuring._task_history import Learnt
 from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._allocation import Allocation, begin
 from control_plane.service.planning._planning import first_state, plan_json, snapshot_of
@@ -24,7 +24,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.features import FEATURES
 from scheduler import Declined
 from scheduler._model import Devices
-from tests.control_plane.test_dates import live
+from tests.control_plane.test_possible_deadline import live
 
 DEVICES = 8
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from control_plane.core import JobState, Partition, Report, Speed
-from control_plane.service.measuring._known import Learnt
 from control_plane.service.measuring._speeds import FIRST_REST_SECONDS
+from control_plane.service.measuring._task_history import Learnt
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._gangs import planned_workers, staffed_of
 from control_plane.service.planning._planning import plan_json, snapshot_of, workers_now

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from control_plane.service.state import _leading
-from control_plane.service.state._leading import Leading
+from control_plane.service.state import _leadership
+from control_plane.service.state._leadership import Leading
 from geofed_pb.errors import GeofedError
 
 
@@ -38,8 +38,8 @@ class Database:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """About a tenth of the real times."""
-    monkeypatch.setattr(_leading, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(_leading, "LEADING_SECONDS", 0.5)
+    monkeypatch.setattr(_leadership, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(_leadership, "LEADING_SECONDS", 0.5)
 
 
 def led(scenario: Any) -> None:
@@ -60,7 +60,7 @@ def led(scenario: Any) -> None:
 def test_a_loop_that_is_busy_for_longer_than_the_leadership_lasts_still_leads() -> None:
     async def scenario(site: Any) -> None:
         before = site.database.beats
-        time.sleep(3 * _leading.LEADING_SECONDS)  # noqa: ASYNC251 - the loop has no turn, as when 1,000 agents connect
+        time.sleep(3 * _leadership.LEADING_SECONDS)  # noqa: ASYNC251 - the loop has no turn, as when 1,000 agents connect
         site.leading.check()
         assert site.database.beats > before + 2
 
@@ -68,7 +68,7 @@ def test_a_loop_that_is_busy_for_longer_than_the_leadership_lasts_still_leads() 
 
 
 def test_a_loop_that_hangs_gives_no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_leading, "_TURN_SECONDS", 0.3)
+    monkeypatch.setattr(_leadership, "_TURN_SECONDS", 0.3)
 
     async def scenario(site: Any) -> None:
         time.sleep(0.6)  # noqa: ASYNC251 - the loop hangs

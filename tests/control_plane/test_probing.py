@@ -22,7 +22,7 @@ from control_plane.cli._report import plan_text
 from control_plane.client import ControlClient
 from control_plane.server import ServeConfig
 from control_plane.service.measuring import _probing
-from control_plane.service.measuring._known import Learnt, probed_speeds, task_keys
+from control_plane.service.measuring._task_history import Learnt, probed_speeds, task_keys
 from control_plane.service.planning._planning import snapshot_of
 from control_plane.spec import load, pack
 from control_plane.spec.sections import PROBED_BATCH

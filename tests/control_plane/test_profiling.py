@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from control_plane.cli._front import front_picture
+from control_plane.cli._pareto_chart import front_picture
 from control_plane.cli._report import plan_text
 from control_plane.server import ServeConfig
-from control_plane.service.measuring._known import task_keys
+from control_plane.service.measuring._task_history import task_keys
 from control_plane.spec import load, pack
 from control_plane.store import Change, RunRow, open_store
 from geofed_pb.errors import GeofedError

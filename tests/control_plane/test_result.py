@@ -24,12 +24,12 @@ from control_plane.core import (
     StartDelayed,
 )
 from control_plane.service.jobs._result import result_of, runs_of
-from control_plane.service.measuring._known import Learnt
+from control_plane.service.measuring._task_history import Learnt
 from control_plane.service.planning._planning import plan_json, snapshot_of
 from control_plane.spec import load, to_demand
 from control_plane.store import JobRow, RunRow
 from scheduler import BETWEEN_REGIONS, Plan, StartBilled, link_table, plan, stood_still_seconds
-from tests.control_plane.test_dates import live
+from tests.control_plane.test_possible_deadline import live
 
 
 def ended(begun_at: float, started_at: float, phase: str = "succeeded") -> JobState:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.core import Charge, Evaluation, Goal, JobState, MeterTotals, Partition, Report
-from control_plane.service.measuring._known import Learnt
+from control_plane.service.measuring._task_history import Learnt
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._gangs import planned_workers, staffed_of
 from control_plane.service.planning._planning import goal_of, plan_json, snapshot_of, workers_now

@@ -15,7 +15,7 @@ from support.running import UNHURRIED, Federation, Running, digits_sites, paths_
 
 from geofed_pb.security.attestation import opened
 from geofed_pb.security.audit import GENESIS, hash_of
-from region_agent.link.witness import AUDIT_HEADS
+from region_agent.link.audit_heads import AUDIT_HEADS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

@@ -12,7 +12,7 @@ import pytest
 from support.failures import command
 from support.running import UNHURRIED, Federation, Running, check_succeeded, digits_sites
 
-from sync.private import Release, epsilon_of
+from sync.privacy import Release, epsilon_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

@@ -10,7 +10,7 @@ import pytest
 from support.offered import counted, offered
 from support.running import Running, eventually
 
-from sync.private import Release, epsilon_of
+from sync.privacy import Release, epsilon_of
 from tests.e2e.conftest import PAIR
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

@@ -335,9 +335,9 @@ SURFACES = {
     "sync.device": {"device", "device_peak_bytes", "finish", "reset_device_peak"},
     "sync.coordinates": {"PLAIN", "Coding", "array_dtype", "coding_of", "decode", "encode"},
     "sync.flat": {"FlatModel", "layout_of"},
-    "sync.framing": {"Array", "Buffer", "Frame", "decode", "digest_of", "encode"},
+    "sync.framing": {"Array", "Buffer", "Frame", "decode", "digest_of", "encode", "encode_blocks"},
     "sync.layout": {"LOCAL", "Layout", "Slot", "Vector"},
-    "sync.chunked": {
+    "sync.chunked_values": {
         "Span",
         "forget",
         "part_key",

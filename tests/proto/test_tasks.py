@@ -31,8 +31,8 @@ from geofed_pb.v1 import agent_pb2
 from region_agent.daemon import Agent
 from region_agent.gateway.embedded import provider
 from region_agent.gateway.embedded.async_queue import AsyncQueue, QueuedCall
+from region_agent.gateway.embedded.replica_table import ReplicaExited
 from region_agent.gateway.embedded.replicas import zygote_link
-from region_agent.gateway.embedded.table import ReplicaExited
 from region_agent.partition.batches import BatchPlan
 from region_agent.partition.events import SendReport, ShutDown, ShutDownFinished
 from region_agent.partition.machine import PartitionMachine
@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = ("control_plane", "region_agent", "sync", "scheduler", "deploy", "proto/geofed_pb")
 STARTS_TASKS = {"create_task", "ensure_future", "TaskGroup", "start_soon"}
 THREADS = {
-    "control_plane/service/state/_leading.py",  # its pool's results are awaited
+    "control_plane/service/state/_leadership.py",  # its pool's results are awaited
     "control_plane/tracking/_track.py",  # its pool's results are awaited
     "proto/geofed_pb/tracing.py",  # last spans of a process; the exporter logs its errors
     "region_agent/gateway/container.py",  # accept, and the signals that end the process

@@ -28,11 +28,11 @@ from region_agent.config import RegionConfig
 from region_agent.config._data import PrivacyBudget
 from region_agent.gateway.device_blocks import DeviceBlocks
 from region_agent.link.identity import Identity
-from region_agent.partition import invocations
+from region_agent.partition import invocation_bodies
 from region_agent.partition.calls import whole_pipelines
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import ConfigurePs, RecordEvent, Scaled, Stopped, WorkerEnded
-from region_agent.partition.invocations import HeldDevices
+from region_agent.partition.invocation_bodies import HeldDevices
 from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.privacy import PrivacyGuard
 from region_agent.state.store import AgentStore
@@ -435,7 +435,7 @@ def test_devices_of_a_worker_that_is_scaled_in_are_free_once_its_call_has_ended(
 def test_where_no_devices_are_free_a_worker_is_called_as_if_there_were_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(invocations, "_DEVICES_SECONDS", 0.1)
+    monkeypatch.setattr(invocation_bodies, "_DEVICES_SECONDS", 0.1)
 
     async def act(scene: Scene) -> None:
         blocks = DeviceBlocks(8)

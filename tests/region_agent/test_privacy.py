@@ -23,7 +23,7 @@ from region_agent.privacy import LEDGER, PrivacyGuard, accounts_of, ships_logs
 from region_agent.state.audit_log import AUDIT_KEY, RegionAudit
 from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import read_invocation
-from sync.private import PrivacyLedger, Release, epsilon_of, standard_deviation
+from sync.privacy import PrivacyLedger, Release, epsilon_of, standard_deviation
 from sync.ps.execution.releases import Releases
 from sync.wan import ExchangeSettings
 

@@ -21,7 +21,7 @@ from region_agent.gateway.call_token import CallToken
 from region_agent.gateway.owner import Owner
 from region_agent.gateway.redaction import Redaction
 from region_agent.partition.channel import RegionChannel
-from region_agent.partition.function import WorkerFunction
+from region_agent.partition.worker_function import WorkerFunction
 
 TOKEN = CallToken.derived("key of the partition")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler._restaff import MOST_PACES, EvaluatedOption, Option, Staffing, options, taken
+from scheduler._rescaling import MOST_PACES, EvaluatedOption, Option, Staffing, options, taken
 
 regions = st.lists(st.builds(Staffing, st.floats(0.01, 1e6), st.integers(1, 64)), min_size=1, max_size=12)
 

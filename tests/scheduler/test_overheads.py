@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler import Plan, PlannedPartition, Snapshot
-from scheduler._course import slice_ends
+from scheduler._cost_model import slice_ends
 from scheduler._link import PRIOR_RTT_MS
 from scheduler._overheads import Overheads, overheads
 from scheduler.tuning import TaskProfile

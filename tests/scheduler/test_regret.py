@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from support.planner_draws import drawn_demand, drawn_federation, movable, regret, regret_of_moves
 
-from scheduler import Demand, Plan, Planner, _moves
+from scheduler import Demand, Plan, Planner, _shard_moves
 from scheduler.search import _staffings
 
 HARD = (64, 72, 102, 397, 468)
@@ -37,7 +37,7 @@ def test_the_search_finds_what_trying_everything_finds(monkeypatch: pytest.Monke
 def test_layouts_of_shards_are_as_good_as_searching_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few shards; each layout is evaluated roughly, and three are searched."""
     for name in ("WORTH", "WORTH_EACH"):
-        monkeypatch.setattr(_moves, name, 0.0)
+        monkeypatch.setattr(_shard_moves, name, 0.0)
     found = []
     for seed in (*range(9), 107):
         rng = random.Random(seed)

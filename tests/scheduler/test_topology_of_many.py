@@ -14,8 +14,8 @@ from support.planner_draws import drawn_federation
 from scheduler import Demand, Plan, link_table, plan
 from scheduler._estimate import MOST_ON_BILL
 from scheduler.topology import links_among, links_of
-from scheduler.topology._flood import MANY, carried_updates, originals, trees_seconds
-from scheduler.topology._many import tree_seconds_of_many
+from scheduler.topology._exchange_time import MANY, carried_updates, originals, trees_seconds
+from scheduler.topology._large_trees import tree_seconds_of_many
 
 
 def test_links_are_those_of_the_table() -> None:

@@ -15,7 +15,7 @@ from support.pki import Authority
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, answering, peer_region, server_options, streaming
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
-from region_agent.link.hub import Hub
+from region_agent.link.control_plane_stream import Hub
 from region_agent.link.identity import Identity, JoinedFederation, make_request
 from region_agent.state.store import AgentStore
 

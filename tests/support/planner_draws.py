@@ -11,8 +11,8 @@ from itertools import product
 import numpy as np
 
 from scheduler import Capacity, Dataset, Declined, Demand, Link, Plan, Planner, Prices, Region, Snapshot, Split
-from scheduler._moves import PlacedShards, _placed
 from scheduler._plan import _Problem, _problem, limits_of
+from scheduler._shard_moves import PlacedShards, _placed
 from scheduler.search import PlanCriteria, PlanSearch
 from scheduler.tuning import ChannelProfile, NormPair, StepPoint, TaskProfile
 

@@ -14,7 +14,7 @@ from torch import nn
 from geofed_pb.errors import GeofedError
 from sync.flat import FlatModel
 from sync.layout import Layout, Slot
-from sync.places import Access
+from sync.module_tensors import Access
 from sync.ps.execution.export import to_safetensors
 
 

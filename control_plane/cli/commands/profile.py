@@ -57,7 +57,7 @@ def profile(
     )
     emit(result, table=_text, name=lambda data: "\n".join(data["regions"]))
     if plot is not None:
-        from control_plane.cli._front import front_picture
+        from control_plane.cli._pareto_chart import front_picture
 
         try:
             regions = result["regions"].items()

@@ -168,7 +168,7 @@ def explain(
         return
     plan = _show_plan(ask_control_plane(context, lambda client: planned(client, loaded, bundle)))
     if plot is not None:
-        from control_plane.cli._picture import plan_picture
+        from control_plane.cli._plan_picture import plan_picture
 
         try:
             plot.write_text(plan_picture(plan))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from control_plane._view import standing_text
 from control_plane.core import CancelRequested, FinishRequested
-from control_plane.service.jobs._succession import Succession
+from control_plane.service.jobs._replanner import Replanner
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
@@ -52,14 +52,14 @@ async def finish(federation: Federation, entry: JobEntry, reason: str, by: str) 
     return entry
 
 
-async def replan(federation: Federation, succession: Succession, entry: JobEntry, reason: str, by: str) -> JobEntry:
+async def replan(federation: Federation, replanner: Replanner, entry: JobEntry, reason: str, by: str) -> JobEntry:
     """Replan a job that runs: end it, and continue its model in a new job over the regions that are available now.
 
-    Raises ``GeofedError("ILLEGAL_STATE")`` if it has ended, and what `Succession.replan` raises.
+    Raises ``GeofedError("ILLEGAL_STATE")`` if it has ended, and what `Replanner.replan` raises.
     """
     if entry.state.terminal:
         raise _ended(entry)
-    await succession.replan(entry.row.id, reason, by)
+    await replanner.replan(entry.row.id, reason, by)
     return await federation.lookup.find_job(entry.row.id)
 
 

@@ -17,7 +17,7 @@ from control_plane.core import (
     loss_of_round,
     models_of,
 )
-from control_plane.service.measuring._known import task_keys
+from control_plane.service.measuring._task_history import task_keys
 from control_plane.spec import JobSpec, batch_of
 from control_plane.store import JobRow, RunRow
 from scheduler import (

@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import partial
 
 from control_plane._view import standing_text
+from control_plane.service.jobs._replanner import rest_of
 from control_plane.service.jobs._submission import NewJob, admit, new_row, require_request_id
-from control_plane.service.jobs._succession import rest_of
-from control_plane.service.measuring._known import task_keys
 from control_plane.service.measuring._probing import Probing
-from control_plane.service.planning._initial import kept_model, starting_from
+from control_plane.service.measuring._task_history import task_keys
+from control_plane.service.planning._initial_model import kept_model, starting_from
 from control_plane.service.rpc._wire import submission_of
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry

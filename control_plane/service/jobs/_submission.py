@@ -16,13 +16,13 @@ from google.protobuf.json_format import MessageToJson
 
 from control_plane.core import InitialModel, ScaleRequested, StartDelayed, job_state_to_json
 from control_plane.pki import utc_now
-from control_plane.service.jobs._difference import refused_by_difference, same_start
+from control_plane.service.jobs._difference_of_models import refused_by_difference, same_start
 from control_plane.service.jobs._signed import require_signed
-from control_plane.service.measuring._known import Learnt, task_keys
 from control_plane.service.measuring._probing import Probing
+from control_plane.service.measuring._task_history import Learnt, task_keys
 from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._allocation import begin
-from control_plane.service.planning._initial import initial_model_of
+from control_plane.service.planning._initial_model import initial_model_of
 from control_plane.service.planning._planning import (
     declined_error,
     first_state,

@@ -20,8 +20,8 @@ from functools import partial
 
 import structlog
 
-from control_plane.service.measuring._known import Learnt, counts_labels, task_keys
 from control_plane.service.measuring._measurements import MeasurementFailed, Measurements
+from control_plane.service.measuring._task_history import Learnt, counts_labels, task_keys
 from control_plane.service.rpc._wire import client_rounds
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec

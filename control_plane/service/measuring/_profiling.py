@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from control_plane.pki import utc_now
-from control_plane.service.measuring._known import counts_labels, merges_of, speeds_of, task_keys
 from control_plane.service.measuring._measurements import Measurements
+from control_plane.service.measuring._task_history import counts_labels, merges_of, speeds_of, task_keys
 from control_plane.service.planning._tuning import profile_from_json, tuned
 from control_plane.service.rpc._wire import client_rounds, to_json
 from control_plane.service.state._federation import Federation

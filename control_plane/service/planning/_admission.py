@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from control_plane.pki import utc_now
-from control_plane.service.measuring._known import Learnt, measured_batches
-from control_plane.service.planning._dates import too_late, with_dates
-from control_plane.service.planning._features import refused_by_age, refused_by_lack, refused_by_shares
+from control_plane.service.measuring._task_history import Learnt, measured_batches
+from control_plane.service.planning._competing_jobs import Near, near
 from control_plane.service.planning._gangs import (
     capacities_of,
     gang_of_plan,
@@ -23,9 +22,10 @@ from control_plane.service.planning._gangs import (
     planned_workers,
     preemptible_of,
 )
-from control_plane.service.planning._near import Near, near
-from control_plane.service.planning._noise import with_noise
 from control_plane.service.planning._planning import snapshot_of
+from control_plane.service.planning._possible_deadline import too_late, with_dates
+from control_plane.service.planning._privacy_noise import with_noise
+from control_plane.service.planning._required_features import refused_by_age, refused_by_lack, refused_by_shares
 from control_plane.service.planning._scaling import is_tuned
 from control_plane.service.state._callers import caller_named
 from control_plane.service.state._draft import Draft

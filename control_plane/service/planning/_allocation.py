@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 import structlog
 
 from control_plane.core import Planned, ScaleRequested, StartAllowed, StartDelayed
-from control_plane.service.measuring._known import Learnt
 from control_plane.service.measuring._speeds import Watched
+from control_plane.service.measuring._task_history import Learnt
 from control_plane.service.planning._admission import (
     PendingAdmission,
     free_workers,
@@ -26,6 +26,7 @@ from control_plane.service.planning._admission import (
     turn_of_entry,
     what_for,
 )
+from control_plane.service.planning._competing_jobs import Near, near
 from control_plane.service.planning._gangs import (
     first_workers,
     gang_of,
@@ -34,7 +35,6 @@ from control_plane.service.planning._gangs import (
     planned_workers,
     staffed_of,
 )
-from control_plane.service.planning._near import Near, near
 from control_plane.service.planning._planning import workers_now
 from control_plane.service.planning._scaling import Tuning, is_tuned, told
 from control_plane.service.state._draft import Draft

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from control_plane.core import Copy, Goal, InitialModel, JobState, Keep, Partition
-from control_plane.service.measuring._known import (
+from control_plane.service.measuring._task_history import (
     Learnt,
     gpu_bytes_of,
     gpu_lacks_of,
@@ -18,7 +18,7 @@ from control_plane.service.measuring._known import (
     stage_paces_of,
     starts_of,
 )
-from control_plane.service.planning._features import keeps_base, most_left_out
+from control_plane.service.planning._required_features import keeps_base, most_left_out
 from control_plane.service.planning._tuning import profiles_of
 from control_plane.service.rpc._wire import to_json
 from control_plane.service.state._entries import JobEntry, RegionEntry

@@ -27,15 +27,15 @@ from control_plane.pki import (
 )
 from control_plane.service.jobs._attestation import statement_of
 from control_plane.service.jobs._commands import cancel, finish, rename, replan, share
+from control_plane.service.jobs._replanner import Replanner
 from control_plane.service.jobs._resume import resume
 from control_plane.service.jobs._signed import require_signed
 from control_plane.service.jobs._submission import answer_plan, scale, submit
-from control_plane.service.jobs._succession import Succession
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.measuring._own_model import own_model
 from control_plane.service.measuring._probing import Probing
 from control_plane.service.measuring._profiling import Profiling
-from control_plane.service.planning._initial import kept_model
+from control_plane.service.planning._initial_model import kept_model
 from control_plane.service.rpc._access import caller_now
 from control_plane.service.rpc._agents import MAX_MODEL_BYTES
 from control_plane.service.rpc._authority import rotate_authority
@@ -101,7 +101,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         federation: Federation,
         profiling: Profiling,
         probing: Probing,
-        succession: Succession,
+        replanner: Replanner,
         sweeper: Sweeper,
         measurements: Measurements,
         access: AccessConfig,
@@ -110,7 +110,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._federation = federation
         self._profiling = profiling
         self._probing = probing
-        self._succession = succession
+        self._replanner = replanner
         self._sweeper = sweeper
         self._measurements = measurements
         self._sign_ins = sign_ins
@@ -264,7 +264,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Replan(self, request: control_pb2.ReplanRequest, context: Context) -> control_pb2.Job:
         """Replan a job: end it, and continue its model in a new job over the regions that are available now."""
-        entry = await replan(self._federation, self._succession, await self._find(request.job), request.reason, _who())
+        entry = await replan(self._federation, self._replanner, await self._find(request.job), request.reason, _who())
         return self._federation.describe(entry)
 
     @answering
@@ -350,7 +350,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def ChangeRegion(self, request: control_pb2.ChangeRegionRequest, context: Context) -> control_pb2.Region:
         """Drain a region, revoke its certificates, or remove it."""
-        return await change_region(self._federation, self._succession, request, _who())
+        return await change_region(self._federation, self._replanner, request, _who())
 
     @answering
     async def AddUser(self, request: control_pb2.AddUserRequest, context: Context) -> control_pb2.UserReply:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import structlog
 
 from control_plane.core import Drained, Revoked
-from control_plane.service.jobs._succession import Succession
+from control_plane.service.jobs._replanner import Replanner
 from control_plane.service.state._certificates import revocations_of
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._federation import Federation
@@ -21,9 +21,7 @@ _log = structlog.get_logger("geofed.regions")
 _Request = control_pb2.ChangeRegionRequest
 
 
-async def change_region(
-    federation: Federation, succession: Succession, request: _Request, by: str
-) -> control_pb2.Region:
+async def change_region(federation: Federation, replanner: Replanner, request: _Request, by: str) -> control_pb2.Region:
     """Change a region as the operator ``by`` has ordered; repeating it has no effect.
 
     Raises ``GeofedError``: REGION_NOT_FOUND; ILLEGAL_STATE if a region is to be removed that has jobs.
@@ -56,16 +54,16 @@ async def change_region(
             draft.record("region.removed", f"region {name} was removed", region=name)
     await federation.rights_changed()
     if change == _Request.CHANGE_DRAIN and request.move:
-        await _move(federation, succession, name, by)
+        await _move(federation, replanner, name, by)
     return described
 
 
-async def _move(federation: Federation, succession: Succession, region: str, by: str) -> None:
+async def _move(federation: Federation, replanner: Replanner, region: str, by: str) -> None:
     """Replan the running jobs of a region without it; those that cannot continue elsewhere end where they are."""
     for entry in list(federation.jobs.values()):
         if entry.state.partition(region) is not None and entry.state.phase == "running":
             try:
-                await succession.replan(entry.row.id, f"region {region} is being drained", by)
+                await replanner.replan(entry.row.id, f"region {region} is being drained", by)
             except GeofedError as error:
                 _log.info("a job stays in a draining region", job=entry.row.id, region=region, error=str(error))
 

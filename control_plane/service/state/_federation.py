@@ -30,7 +30,7 @@ from control_plane.core import (
     Tick,
     region_state_from_json,
 )
-from control_plane.service.measuring._known import Learnt
+from control_plane.service.measuring._task_history import Learnt
 from control_plane.service.planning._admission import Answer, PendingAdmission
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._routing import Routing
@@ -43,7 +43,7 @@ from control_plane.service.state._changes import Changes
 from control_plane.service.state._draft import OPERATOR, Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry, reported_workers
 from control_plane.service.state._job_lookup import JobLookup, active_jobs
-from control_plane.service.state._leading import Leading, StoreThreads
+from control_plane.service.state._leadership import Leading, StoreThreads
 from control_plane.service.state._notifier import Notifier
 from control_plane.spec import JobSpec, packed_code_digest
 from control_plane.store import CommandRow, Committed, Cursors, JobRow, OutcomeUnknown, Store, UserRow

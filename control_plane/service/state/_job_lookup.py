@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from control_plane.core import TERMINAL, job_state_from_json
 from control_plane.service.state._changes import Changes
 from control_plane.service.state._entries import JobEntry
-from control_plane.service.state._leading import StoreThreads
+from control_plane.service.state._leadership import StoreThreads
 from control_plane.spec import parse_json
 from control_plane.store import JobRow, Store
 from geofed_pb.errors import GeofedError

@@ -23,9 +23,9 @@ from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.metrics import Metrics
 from region_agent.gateway.embedded.provider import Provider
 from region_agent.gateway.embedded.proxy import Answered, ProxiedCall, Proxy
+from region_agent.gateway.embedded.replica_table import Refused
 from region_agent.gateway.embedded.replicas.running import FunctionLimits
 from region_agent.gateway.embedded.system_routes import NAMESPACE, SystemRoutes, function_name
-from region_agent.gateway.embedded.table import Refused
 from region_agent.gateway.functions import EXIT_HEADER, INTERNAL_HEADER, BasicAuth
 
 __all__ = ["create_app"]

@@ -25,7 +25,7 @@ from geofed_pb.tasks import background, log_only
 from region_agent.gateway.client import is_loopback
 from region_agent.gateway.embedded.config import Profile
 from region_agent.gateway.embedded.proxy import Answered, ProxiedCall, Proxy
-from region_agent.gateway.embedded.table import Refused
+from region_agent.gateway.embedded.replica_table import Refused
 from region_agent.gateway.functions import EXIT_HEADER, INTERNAL_HEADER
 from region_agent.gateway.retry import RetryPolicy
 

@@ -18,9 +18,9 @@ from geofed_pb.errors import GeofedError, install_hint
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LineSplitter
 from region_agent.gateway.embedded.provider import Provider
+from region_agent.gateway.embedded.replica_table import ReplicaReady
 from region_agent.gateway.embedded.replicas import memory
 from region_agent.gateway.embedded.replicas.running import Running
-from region_agent.gateway.embedded.table import ReplicaReady
 from region_agent.gateway.functions import FunctionSpec, Grants, Isolation
 from region_agent.gateway.quantities import format_bytes, parse_cpu
 from region_agent.gateway.redaction import Redaction

@@ -23,15 +23,7 @@ from geofed_pb.storage import is_nearly_full
 from geofed_pb.tasks import background, end_process, log_only
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LogStore, pipe_to_lines
-from region_agent.gateway.embedded.replicas import disk, memory
-from region_agent.gateway.embedded.replicas.process_limit import remove_old_groups
-from region_agent.gateway.embedded.replicas.relay import addresses_inside
-from region_agent.gateway.embedded.replicas.running import FunctionLimits, Running, replica_spec
-from region_agent.gateway.embedded.replicas.sandbox import SandboxView
-from region_agent.gateway.embedded.replicas.system_view import system_view
-from region_agent.gateway.embedded.replicas.zygote_link import ZygoteEvents, ZygoteLink
-from region_agent.gateway.embedded.secret_store import SecretStore
-from region_agent.gateway.embedded.table import (
+from region_agent.gateway.embedded.replica_table import (
     Action,
     CallEnded,
     CallStarted,
@@ -49,9 +41,17 @@ from region_agent.gateway.embedded.table import (
     StartReplica,
     StopReplica,
 )
+from region_agent.gateway.embedded.replicas import disk, memory
+from region_agent.gateway.embedded.replicas.process_limit import remove_old_groups
+from region_agent.gateway.embedded.replicas.relay import addresses_inside
+from region_agent.gateway.embedded.replicas.running import FunctionLimits, Running, replica_spec
+from region_agent.gateway.embedded.replicas.sandbox import SandboxView
+from region_agent.gateway.embedded.replicas.system_view import system_view
+from region_agent.gateway.embedded.replicas.zygote_link import ZygoteEvents, ZygoteLink
+from region_agent.gateway.embedded.secret_store import SecretStore
 from region_agent.gateway.functions import FunctionSpec, FunctionStatus, Grants, Isolation, ReplicaFailure
 from region_agent.gateway.redaction import Redaction
-from region_agent.gateway.short_folders import remove_short_folder, short_folder
+from region_agent.gateway.socket_folders import remove_short_folder, short_folder
 
 __all__ = ["Provider", "unreachable"]
 

@@ -12,9 +12,9 @@ import httpx2
 
 from region_agent.gateway.embedded.metrics import Metrics
 from region_agent.gateway.embedded.provider import Provider, unreachable
+from region_agent.gateway.embedded.replica_table import Condemned, Refused
 from region_agent.gateway.embedded.replicas.replica_http import LEAVING
 from region_agent.gateway.embedded.replicas.running import Running
-from region_agent.gateway.embedded.table import Condemned, Refused
 from region_agent.gateway.functions import EXIT_HEADER
 from region_agent.gateway.quantities import format_duration, parse_duration
 

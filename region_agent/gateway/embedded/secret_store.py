@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from geofed_pb.files.durable import write_durably
-from region_agent.gateway.embedded.table import Refused
+from region_agent.gateway.embedded.replica_table import Refused
 from region_agent.gateway.functions import is_dns_label
 
 __all__ = ["SecretStore"]

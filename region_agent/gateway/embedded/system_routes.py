@@ -18,7 +18,7 @@ from starlette.routing import Route
 from geofed_pb.bounds import parts_of
 from region_agent.gateway.embedded.logs import LogQuery
 from region_agent.gateway.embedded.provider import Provider
-from region_agent.gateway.embedded.table import Refused, ScaleFunction
+from region_agent.gateway.embedded.replica_table import Refused, ScaleFunction
 from region_agent.gateway.functions import FunctionSpec, LogLine, parse_timestamp
 
 __all__ = ["NAMESPACE", "SystemRoutes", "function_name"]

@@ -24,7 +24,7 @@ from sync.base import frozen_parameters
 from sync.flat import FlatModel
 from sync.framing import Array
 from sync.histograms import Histogram
-from sync.places import Access
+from sync.module_tensors import Access
 
 __all__ = ["ShardedModel"]
 

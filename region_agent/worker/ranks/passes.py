@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.loss_scale import LossScale
-from sync.places import Place, tensors_of
+from sync.module_tensors import Place, tensors_of
 
 __all__ = ["Passes", "RankPasses", "broadcast", "described", "exchanged", "numbers_of_all"]
 

@@ -21,6 +21,7 @@ from region_agent.worker import handler
 from region_agent.worker.compiling import compile_calls
 from region_agent.worker.data.loading import Loading
 from region_agent.worker.invocation import Invocation, read_invocation
+from region_agent.worker.ranks.empty_model import shell_of
 from region_agent.worker.ranks.group import join, mesh_on
 from region_agent.worker.ranks.messages import (
     Begin,
@@ -37,7 +38,6 @@ from region_agent.worker.ranks.messages import (
     Update,
 )
 from region_agent.worker.ranks.passes import Passes, RankPasses, described
-from region_agent.worker.ranks.shell import shell_of
 from region_agent.worker.ranks.steps import part_of
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.loss_scale import LossScale

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map_only
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.user_code.recording import Recorder, recording
+from region_agent.worker.ranks.empty_model import attributes_of
 from region_agent.worker.ranks.passes import broadcast, exchanged, numbers_of_all
-from region_agent.worker.ranks.shell import attributes_of
 from region_agent.worker.task import TaskModule
-from sync.places import memory_of, refused, tensors_of
+from sync.module_tensors import memory_of, refused, tensors_of
 
 __all__ = ["ShardedPasses", "check_shardable", "is_part", "units_of", "without_values"]
 

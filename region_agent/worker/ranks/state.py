@@ -12,8 +12,8 @@ import torch
 from geofed_pb.errors import GeofedError
 from region_agent.worker.ranks.messages import Piece, Restore
 from region_agent.worker.ranks.sharding import is_part
+from region_agent.worker.tensor_tree import dump_tree, load_tree
 from region_agent.worker.training.optimizer_state import load_state, loads_itself
-from region_agent.worker.tree import dump_tree, load_tree
 from sync.framing import Array
 
 __all__ = ["check_optimizer", "check_state", "pieces_of", "restored", "tensor_of"]

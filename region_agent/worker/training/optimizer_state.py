@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.tree import Unsupported, dump_tree, load_tree
+from region_agent.worker.tensor_tree import Unsupported, dump_tree, load_tree
 from sync import framing
 
 __all__ = ["State", "dump_state", "load_state", "loads_itself"]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from geofed_pb.errors import GeofedError
 from region_agent.worker.invocation import PrivateSteps
 from region_agent.worker.task import TaskModule
-from sync.private import gaussian_noise
+from sync.privacy import gaussian_noise
 
 __all__ = ["PrivateGradients"]
 

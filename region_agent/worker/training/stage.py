@@ -23,7 +23,7 @@ from region_agent.worker.training.merging import Fenced, group_settings
 from region_agent.worker.training.optimizer_state import State, dump_state, load_state
 from region_agent.worker.training.stage_checkpoints import StageCheckpoints, state_key
 from region_agent.worker.training.trainer import checked_loss
-from sync import chunked, framing
+from sync import chunked_values, framing
 from sync.base import frozen_parameters
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
@@ -142,7 +142,7 @@ class ModelStage:
             for stage, (first, last) in enumerate(self._shape.stages)
             for name in layers.names[first : last + 1]
         }
-        self._spans: list[chunked.Span] = []
+        self._spans: list[chunked_values.Span] = []
         at = 0
         for slot in self.layout.slots:
             stage = stage_of[slot.name.split(".", 1)[0]]
@@ -286,7 +286,7 @@ class ModelStage:
         """Delete this stage's part of the initial model; the first worker also deletes the index and the marks."""
         model_key = f"init/{self._call.attempt}/model"
         if self.leads:
-            self._channel.delete(chunked.part_key(model_key, self.group))
+            self._channel.delete(chunked_values.part_key(model_key, self.group))
         if self._call.worker == 0:
             # Only the first worker deletes the marks, since it waits for them; a server that has the federation's model
             # already may answer the other workers earlier.
@@ -296,24 +296,24 @@ class ModelStage:
     def put(self, key: str, vector: Vector) -> None:
         """Store this stage's part of the model, by one replica; the first worker stores the index of all parts."""
         if self.leads:
-            self._channel.put(chunked.part_key(key, self.group), framing.encode({"model": vector}))
+            self._channel.put(chunked_values.part_key(key, self.group), framing.encode({"model": vector}))
         if self._call.worker == 0:
-            chunked.put_index(self._channel, key, self._spans, parts=len(self._shape.stages))
+            chunked_values.put_index(self._channel, key, self._spans, parts=len(self._shape.stages))
 
     def names_of(self, key: str) -> list[str]:
         """Return the channel keys of the index and of all parts that the stages store."""
-        return [key, *(chunked.part_key(key, stage) for stage in range(len(self._shape.stages)))]
+        return [key, *(chunked_values.part_key(key, stage) for stage in range(len(self._shape.stages)))]
 
     def read_own(self, key: str) -> Vector | None:
         """Return this stage's part of a stored model, float32 of shape (n,); None if it was deleted."""
-        return chunked.read_slices(self._channel, key, "model", self._slices)
+        return chunked_values.read_slices(self._channel, key, "model", self._slices)
 
     def read(self, key: str, name: str) -> Vector:
         """Return this stage's part of a stored vector, float32 of shape (n,).
 
         Raises ``GeofedError("FENCED")`` if it was deleted.
         """
-        vector = chunked.read_slices(self._channel, key, name, self._slices)
+        vector = chunked_values.read_slices(self._channel, key, name, self._slices)
         if vector is None:
             raise GeofedError("FENCED", f"{key} is no longer in the channel: a newer attempt has taken over")
         return vector
@@ -333,16 +333,16 @@ class ModelStage:
 
     def put_state(self, key: str, state: State) -> None:
         """Store this stage's part of a state; the first worker stores which stage owns which parameter."""
-        self._channel.put(chunked.part_key(key, self.group), framing.encode(*state))
+        self._channel.put(chunked_values.part_key(key, self.group), framing.encode(*state))
         if self._call.worker == 0:
-            chunked.put_owners(self._channel, key, self._owners, parts=len(self._shape.stages))
+            chunked_values.put_owners(self._channel, key, self._owners, parts=len(self._shape.stages))
 
     def read_state(self, key: str) -> State:
         """Return the state of this stage's parameters, however the model was cut.
 
         Raises ``GeofedError("FENCED")`` if it was deleted.
         """
-        frame = chunked.read_state(self._channel, key, self._parameters)
+        frame = chunked_values.read_state(self._channel, key, self._parameters)
         if frame is None:
             raise GeofedError("FENCED", f"{key} is no longer in the channel: a newer attempt has taken over")
         return frame.tensors, frame.facts

@@ -41,7 +41,7 @@ from sync.device import finish
 from sync.flat import FlatModel
 from sync.histograms import Histogram
 from sync.layout import LOCAL, Layout, Vector
-from sync.local import local_names
+from sync.local_tensors import local_names
 from sync.seeding import kept_random, reseed, seed_all
 
 __all__ = ["Trainer", "WholeModel", "checked_loss", "test_batches"]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Rules
-from scheduler.lab.one_region._book import Book, Wish
-from scheduler.lab.one_region._fill import fill, wish_of
+from scheduler.lab.one_region._capacity import Book, Wish
+from scheduler.lab.one_region._minimum_share import fill, wish_of
 from scheduler.lab.one_region._spread import still_until
 
 _MAX_REFILLED_PROMISES = 200

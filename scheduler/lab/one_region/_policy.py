@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from scheduler.deadline import Course, DeadlineJob, DeviceCapacity, Rules, SpeedCurve
 from scheduler.lab.one_region._experience import Experience
-from scheduler.lab.one_region._fill import least_device_seconds
-from scheduler.lab.one_region._proven import prove
+from scheduler.lab.one_region._minimum_share import least_device_seconds
+from scheduler.lab.one_region._verified_decisions import prove
 from scheduler.simulate._engine import PolicyDecision, RunningJob
-from scheduler.simulate._floor import Floor
+from scheduler.simulate._nodes import Floor
 
 _REGION = "here"
 

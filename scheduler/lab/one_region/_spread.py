@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from scheduler.deadline._curve import SpeedCurve
 from scheduler.deadline._model import DeadlineJob, Rules
-from scheduler.lab.one_region._book import Book
+from scheduler.lab.one_region._capacity import Book
 
 _STICKY = 1.2
 """Factor on the gain of a level that a job has already."""

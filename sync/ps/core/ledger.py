@@ -26,7 +26,7 @@ from dataclasses import replace
 
 from sync.ps.core.actions import SendUpdates, SumUp
 from sync.ps.core.routes import next_hops
-from sync.ps.core.sums import Sums
+from sync.ps.core.summed_updates import Sums
 from sync.transfer.manifest import Manifest, PeerAddress
 
 __all__ = ["NO_MODEL", "Ledger"]

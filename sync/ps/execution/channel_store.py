@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from geofed_pb.errors import GeofedError
-from sync import chunked, framing
+from sync import chunked_values, framing
 from sync.channel import Channel
 from sync.layout import Vector
 from sync.ps.execution.storage import Storage, correction_key
@@ -61,12 +61,12 @@ class ChannelStore:
 
     def take_state(self, sequence: int, key: str) -> None:
         """Store the optimiser state that the workers have put into the channel at the end of a round."""
-        if (state := chunked.read_state(self._channel, key)) is None:
+        if (state := chunked_values.read_state(self._channel, key)) is None:
             return
         self._storage.keep_state(sequence, framing.encode(state.tensors, state.facts))
         if self._background:
             # Only a new attempt needs it, and `publish_start` puts it again for that.
-            chunked.forget(self._channel, key)
+            chunked_values.forget(self._channel, key)
         else:
             self._worker_state = sequence, key
 
@@ -76,7 +76,7 @@ class ChannelStore:
             return ""
         key = f"state/{sequence}"
         if self._part_elements:
-            chunked.put_state(self._channel, key, framing.decode(state), 4 * self._part_elements)
+            chunked_values.put_state(self._channel, key, framing.decode(state), 4 * self._part_elements)
         else:
             self._channel.put(key, [state])
         return key
@@ -91,7 +91,7 @@ class ChannelStore:
         if key not in self._corrections:
             return None
         held = self._corrections[key]
-        if held is None and (held := chunked.read_vector(self._channel, key, "correction")) is None:
+        if held is None and (held := chunked_values.read_vector(self._channel, key, "correction")) is None:
             raise GeofedError("INTERNAL", f"{key} is no longer in the channel")
         return held
 
@@ -145,10 +145,10 @@ class ChannelStore:
                 self._channel.delete_tree(tree)
 
     def _put(self, key: str, name: str, vector: Vector) -> None:
-        chunked.put_vector(self._channel, key, name, vector, self._part_elements)
+        chunked_values.put_vector(self._channel, key, name, vector, self._part_elements)
 
     def _delete(self, key: str) -> None:
         if self._part_elements:
-            chunked.forget(self._channel, key)
+            chunked_values.forget(self._channel, key)
         else:
             self._channel.delete(key)

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from geofed_pb.errors import GeofedError
-from sync import chunked, framing
+from sync import chunked_values, framing
 from sync.channel import Channel
 from sync.codec import Codec, Decoding, Exact, Float32, Tensors, decoded
 from sync.layout import LOCAL, Layout, Vector
-from sync.mapped import windows
+from sync.mapped_files import windows
 from sync.means import weighted_mean
 from sync.policy import Contribution, Policy
 from sync.ps.core.actions import (
@@ -276,7 +276,7 @@ class ActionExecutor:
                 self._attempt, merged = entry.attempt, False
                 continue
             manifest = outbox.get(entry.sequence)
-            end = chunked.read_vector(self.channel, entry.model_key, "model")
+            end = chunked_values.read_vector(self.channel, entry.model_key, "model")
             if manifest is None and end is None:
                 _log.warning("round %d was not sent, and its model is no longer in the channel", entry.sequence)
                 lost += 1
@@ -323,7 +323,7 @@ class ActionExecutor:
         return GradientsMerged(action.attempt, action.step, key, sum(weights))
 
     def _vector(self, key: str, name: str) -> Vector:
-        vector = chunked.read_vector(self.channel, key, name)
+        vector = chunked_values.read_vector(self.channel, key, name)
         if vector is None:
             raise GeofedError("INTERNAL", f"{key} is no longer in the channel")
         return vector
@@ -391,7 +391,7 @@ class ActionExecutor:
         (``model_key``); None: theirs is missing."""
         path, own = self._initial_model, None
         if path is None or self._initial_holds == "some":
-            own = chunked.read_vector(self.channel, model_key, "model")
+            own = chunked_values.read_vector(self.channel, model_key, "model")
             if path is None or own is None:
                 return own
         layout = self.storage.layout

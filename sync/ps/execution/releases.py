@@ -11,7 +11,7 @@ from pathlib import Path
 from geofed_pb.errors import GeofedError
 from sync.histograms import Histogram
 from sync.layout import Layout, Vector
-from sync.private import PrivacyLedger, check_masked_noise, gaussian_noise, noisy_update, standard_deviation
+from sync.privacy import PrivacyLedger, check_masked_noise, gaussian_noise, noisy_update, standard_deviation
 from sync.ps.core.actions import StoreMetrics
 from sync.wan import ExchangeSettings
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from sync.codec import Codec, ErrorFeedback, Float32, Sparse, Tensors, codec_named, with_state
 from sync.layout import Vector
-from sync.mapped import release, windows
+from sync.mapped_files import release, windows
 from sync.policy import Contribution, Policy, StateAveraged, Values
 from sync.robust import RobustMerge, robust_rule_named
 from sync.secure import PairMasks, SharedScale

@@ -68,7 +68,7 @@ from geofed_pb.files.durable import (
 from sync import framing
 from sync.histograms import Histogram
 from sync.layout import Layout, Vector
-from sync.mapped import map_file
+from sync.mapped_files import map_file
 from sync.ps.config import OWN_MODEL
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreMetrics
 from sync.ps.core.machine import Recovered, Setup

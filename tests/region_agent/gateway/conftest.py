@@ -44,7 +44,7 @@ from support.processes import are_wanted, running_as
 from region_agent.gateway import BasicAuth, FunctionSpec, RetryPolicy, timeout_env
 from region_agent.gateway.embedded.config import PROFILES
 from region_agent.gateway.functions import Response
-from region_agent.gateway.short_folders import remove_short_folder
+from region_agent.gateway.socket_folders import remove_short_folder
 
 HANDLERS = Path(__file__).parent / "handlers"
 PROBE = """\

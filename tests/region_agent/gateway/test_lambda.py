@@ -38,12 +38,12 @@ from support.lambda_service import IMAGE, ROLE, Refusal, Service, _Function, fun
 
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.dialled import Dialled
+from region_agent.gateway.embedded.replica_table import Aged, Expired, ScaleFunction
 from region_agent.gateway.embedded.replicas.running import Running
 from region_agent.gateway.embedded.serverless import provider as provider_module
 from region_agent.gateway.embedded.serverless.api import Hosted, NoFunction
 from region_agent.gateway.embedded.serverless.aws import _LOG_GROUP, LambdaFunctions, error_of, failure_of
 from region_agent.gateway.embedded.serverless.provider import ServerlessProvider, memory_mb
-from region_agent.gateway.embedded.table import Aged, Expired, ScaleFunction
 from tests.region_agent.gateway.conftest import HANDLERS, Embedded, Target, open_target, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.processes]

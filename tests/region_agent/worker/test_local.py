@@ -23,7 +23,7 @@ from region_agent.worker.data.shard import BatchStream
 from sync import framing
 from sync.flat import FlatModel
 from sync.layout import LOCAL, Layout
-from sync.local import local_names
+from sync.local_tensors import local_names
 from sync.ps.config import OWN_MODEL
 from sync.ps.execution.base import BaseFiles
 from sync.ps.execution.export import LOCAL_FACT, from_safetensors, to_safetensors

@@ -25,7 +25,7 @@ from geofed_pb.v1 import sync_pb2
 from region_agent.worker import handler
 from region_agent.worker.data.shard import BatchStream
 from region_agent.worker.invocation import Outcome, Schedule
-from sync import chunked
+from sync import chunked_values
 from sync.layout import Vector
 from sync.pipeline import Layers
 from sync.store import FileChannel, fence_key
@@ -135,7 +135,7 @@ def _bodies(server: Server, data: Path, pipeline: dict[str, Any], **more: Any) -
 
 def _life(server: Server, outcomes: list[list[dict[str, Any]]]) -> Life:
     channel, folder = FileChannel(server.channel_folder), server.channel_folder
-    model = chunked.read_vector(channel, f"model/{ROUNDS}", "model")
+    model = chunked_values.read_vector(channel, f"model/{ROUNDS}", "model")
     assert model is not None, outcomes
     left = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     return Life(server.status(), model, outcomes, left)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.pipeline import NothingFitsError, front
-from scheduler.pipeline._front import ways_of
+from scheduler.pipeline._planner import ways_of
 
 from .problems import problem
 from .program import least_usd

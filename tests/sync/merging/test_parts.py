@@ -13,7 +13,7 @@ from sync.collective import ChannelCosts, Merged, Settings
 from sync.means import weighted_mean
 from sync.merging import MeanCollective, Member
 from sync.merging._exchange import Given
-from sync.merging._plan import plan_of
+from sync.merging._reduction_plan import plan_of
 
 S3 = ChannelCosts(0.1, 0.02, 1e6, 1e6, parallel=16)
 REDIS = ChannelCosts(0.001, 0.001, 1e6, 1e6, parallel=16)

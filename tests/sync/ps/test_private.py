@@ -17,7 +17,7 @@ from support.server_process import JOB, NumpyWorker, Server, wait_until
 from geofed_pb.errors import GeofedError
 from sync.histograms import Histogram
 from sync.layout import Layout, Slot
-from sync.private import LedgerRow, PrivacyLedger, epsilon_of
+from sync.privacy import LedgerRow, PrivacyLedger, epsilon_of
 from sync.ps.core.actions import StoreMetrics
 from sync.ps.execution.releases import CountReleases, Releases
 from sync.wan import ExchangeSettings

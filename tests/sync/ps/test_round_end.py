@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.at_once import AtOnce
 
-from sync import chunked, framing
+from sync import chunked_values, framing
 from sync.channel import ChannelLimits
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
@@ -48,8 +48,8 @@ class Server:
             half = np.full(HALF, sequence, np.float32)
             self.channel.put(f"{place}/model.{part}", framing.encode({"model": half}))
             self.channel.put(f"{place}/state.{part}", framing.encode({f"{part}/momentum": half}))
-        chunked.put_index(self.channel, f"{place}/model", [(0, 0, HALF), (1, HALF, SIZE)], parts=2)
-        chunked.put_owners(self.channel, f"{place}/state", [(0, 0), (1, 1)], parts=2)
+        chunked_values.put_index(self.channel, f"{place}/model", [(0, 0, HALF), (1, HALF, SIZE)], parts=2)
+        chunked_values.put_owners(self.channel, f"{place}/state", [(0, 0), (1, 1)], parts=2)
         state_key = f"{place}/state" if sequence else ""
         return StoreOwnUpdate(sequence, 1, f"{place}/model", state_key, 1.0, sequence)
 
@@ -64,13 +64,13 @@ class Server:
 
     def momentum(self, key: str, parameter: int) -> float:
         """As a worker of a stage reads it."""
-        frame = chunked.read_state(self.channel, key, range(parameter, parameter + 1))
+        frame = chunked_values.read_state(self.channel, key, range(parameter, parameter + 1))
         assert frame is not None
         (array,) = frame.tensors.values()
         return float(np.asarray(array)[0])
 
     def model(self, key: str) -> list[float]:
-        read = chunked.read_vector(self.channel, key, "model")
+        read = chunked_values.read_vector(self.channel, key, "model")
         assert read is not None
         return [float(value) for value in read]
 
@@ -227,7 +227,7 @@ def test_what_workers_hand_over_does_not_pile_up_with_background_exchange(
         channel.put(f"{place}/model", framing.encode({"model": np.full(SIZE, sequence, np.float32)}))
         for part in range(2):
             channel.put(f"{place}/state.{part}", framing.encode({f"{part}/momentum": half}))
-        chunked.put_owners(channel, f"{place}/state", [(0, 0), (1, 1)], parts=2)
+        chunked_values.put_owners(channel, f"{place}/state", [(0, 0), (1, 1)], parts=2)
         if sequence:
             executor.do(LogRoundEnd(sequence, f"{place}/model", "", 1.0, sequence, correction, sequence + 1), attempt)
         made = executor.do(
@@ -241,7 +241,7 @@ def test_what_workers_hand_over_does_not_pile_up_with_background_exchange(
     left = [path for path in (tmp_path / "channel" / "b").rglob("*") if path.is_file()]
     assert [path.name for path in left] == ["model"] * 2, "what the older of two checkpoints does not hold"
     assert {path.parent.parent.name for path in left} == {"4"}, "attempts that are over leave nothing"
-    state = chunked.read_state(channel, "state/39")
+    state = chunked_values.read_state(channel, "state/39")
     assert state is not None
     assert [float(momentum[0]) for _, momentum in sorted(state.tensors.items())] == [39, 39]
 

@@ -25,8 +25,8 @@ from region_agent.gateway.embedded.cluster.pods import PodState, judge, refusal
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LineSplitter
 from region_agent.gateway.embedded.remote import RemoteProvider
+from region_agent.gateway.embedded.replica_table import Condemned, Refused, ReplicaReady
 from region_agent.gateway.embedded.replicas.running import Running
-from region_agent.gateway.embedded.table import Condemned, Refused, ReplicaReady
 from region_agent.gateway.functions import FunctionSpec, Isolation
 from region_agent.gateway.redaction import Redaction
 

@@ -20,13 +20,13 @@ import httpx2
 
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LinePipe
+from region_agent.gateway.embedded.replica_table import Refused
 from region_agent.gateway.embedded.replicas.process_limit import MOST_PROCESSES, ProcessLimit
 from region_agent.gateway.embedded.replicas.relay import Relay
 from region_agent.gateway.embedded.replicas.replica import READY, SOCKET_NAME, ReplicaSpec
 from region_agent.gateway.embedded.replicas.sandbox import HOME, Sandbox, SandboxView
 from region_agent.gateway.embedded.replicas.seccomp import filter_program
 from region_agent.gateway.embedded.replicas.zygote_link import EnteredSandbox
-from region_agent.gateway.embedded.table import Refused
 from region_agent.gateway.functions import MOST_EGRESS, FunctionSpec
 from region_agent.gateway.quantities import parse_cpu, parse_duration, parse_memory_bytes
 from region_agent.gateway.unix_sockets import UnixTransport

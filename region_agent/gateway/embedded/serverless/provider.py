@@ -29,6 +29,7 @@ from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.dialled import Listener
 from region_agent.gateway.embedded.logs import LineSplitter
 from region_agent.gateway.embedded.remote import RemoteProvider
+from region_agent.gateway.embedded.replica_table import Aged, Expired, Refused, ReplicaReady
 from region_agent.gateway.embedded.replicas.running import FunctionLimits, Running
 from region_agent.gateway.embedded.serverless.api import (
     EVENT_SECONDS,
@@ -39,7 +40,6 @@ from region_agent.gateway.embedded.serverless.api import (
     NoFunction,
 )
 from region_agent.gateway.embedded.serverless.clouds import functions_of
-from region_agent.gateway.embedded.table import Aged, Expired, Refused, ReplicaReady
 from region_agent.gateway.functions import FunctionSpec, Isolation
 from region_agent.gateway.quantities import parse_memory_bytes
 from region_agent.gateway.serverless.order import Order
