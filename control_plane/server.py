@@ -57,7 +57,6 @@ from control_plane.serving._database import locked_database
 from control_plane.serving._garbage import collected_later, short_collections
 from control_plane.serving._standby import WhileLeading, standby_server
 from control_plane.serving._tracker import keep_tracking
-from control_plane.serving._turns import short_turns
 from control_plane.serving._web import Web, serving_routes, standby_routes
 from control_plane.store import Store, open_store, upgrade_store
 from geofed_pb.address import joined
@@ -146,7 +145,6 @@ async def serve(config: ServeConfig) -> None:
     has_led = False
     while not stop.is_set():
         async with AsyncExitStack() as stack:
-            stack.enter_context(short_turns())
             try:
                 served = await _unless(stop, _opened(config, stack))
             except GeofedError as error:
