@@ -1,8 +1,9 @@
 """The cost model of a job: seconds and USD of one plan, or of many at once.
 
 There is no other: plans, `explain`, `submit`, replanning and the search all call `course`. It bills what the meter
-bills: functions by time and memory and by call, parameter servers, requests of the channel, egress. Arrays have the
-axes (staffings, intervals, exchanges), with a last one for regions where a figure is a region's.
+bills: functions by time and memory and by call, parameter servers, requests of the channel, egress. The bill of a plan,
+line by line, is made of it in `scheduler/_estimate.py`. Arrays have the axes (staffings, intervals, exchanges), with a
+last one for regions where a figure is a region's.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Exchanges:
 
     @classmethod
     def one(cls, seconds: float, *, background: bool, contact: float, links: float, beyond: float) -> Exchanges:
-        """Return a single one, whose egress is billed link by link."""
+        """Return a single one, whose egress is billed link by link (`scheduler/_estimate.py`)."""
         return cls(*(np.array([value]) for value in (seconds, 0.0, background, contact, links, beyond)))
 
     def at(self, places: Sequence[int]) -> Exchanges:

@@ -1,4 +1,5 @@
-"""The plan of a reduction: who merges which chunk, the keys of values, and when values are likely to exist."""
+"""The plan of a reduction: who merges which chunk (chosen in `_members.py`), the keys of values, and when values are
+likely to exist."""
 
 from __future__ import annotations
 
