@@ -22,6 +22,7 @@ from control_plane.core import (
 )
 from control_plane.service._metrics import MetricsExporter
 from control_plane.service.rpc._wire import _partition, _suspicions, job_message
+from control_plane.service.state._entries import JobEntry
 from control_plane.store import JobRow
 
 
@@ -103,7 +104,9 @@ def test_prometheus_sees_what_describe_shows() -> None:
     async def pending(_: object) -> dict[str, int]:
         return {}
 
-    going = {"job-1": SimpleNamespace(state=job(), row=SimpleNamespace(id="job-1", created_at=0.0))}
+    row: Any = SimpleNamespace(id="job-1", created_at=0.0)
+    unused: Any = None
+    going = {"job-1": JobEntry(row, job(), unused, unused)}
     federation: Any = SimpleNamespace(jobs=going, regions={}, sessions={}, clock=lambda: 0.0, read=pending)
     lines = asyncio.run(MetricsExporter(federation).exposition()).decode().splitlines()
     labels = '{destination="b",job="job-1",source="a"}'
