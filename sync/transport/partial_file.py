@@ -95,7 +95,8 @@ class PartialFile:
     def _reserved(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Return what is missing of a range, and keep other threads from writing there."""
         with self._lock:
-            self._idle.wait_for(lambda: self._writing.missing(begin, end) == [(begin, end)])
+            # A stream that ends within a piece may write nothing.
+            self._idle.wait_for(lambda: begin == end or self._writing.missing(begin, end) == [(begin, end)])
             missing = self._have.missing(begin, end)
             for part in missing:
                 self._writing.add(*part)

@@ -122,6 +122,15 @@ def test_a_sender_cannot_change_what_it_has_sent(tmp_path: Path) -> None:
     assert landing.digest() == "sha256:" + hashlib.sha256(content).hexdigest()
 
 
+@pytest.mark.timeout(10)
+def test_a_stream_that_ends_before_a_piece_writes_nothing(tmp_path: Path) -> None:
+    landing = PartialFile(tmp_path / "1.part", 100)
+    landing.write(0, bytes(50))
+    landing.write(50, b"")
+    landing.write(20, b"")
+    assert landing.have == [(0, 50)]
+
+
 def test_of_two_senders_of_the_same_bytes_one_writes_them(tmp_path: Path) -> None:
     """Whatever the threads' order, the digest is that of the file."""
     for number in range(20):
