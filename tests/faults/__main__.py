@@ -15,6 +15,7 @@ from support.warm_servers import WarmServers
 from tests.faults.control_planes import ControlPlaneRun, Known
 from tests.faults.servers import ServerRun, Shared
 
+_COMMAND = "PYTHONPATH=.:proto:tests .venv/bin/python -m tests.faults"
 _CONTROL_PLANES = 4
 """Every so many runs are of a control plane."""
 
@@ -30,7 +31,7 @@ def play(first: int, runs: int, folder: Path, only: str = "") -> list[str]:
             deaths, longest = deaths + outcome.deaths, max(longest, outcome.seconds)
             ends[outcome.text.partition("]")[0].partition("[")[2] or "the same model"] += outcome.whole
             if not outcome.whole:
-                again = f"python -m tests.faults --seed {seed}" + (f" --only {only}" if only else "")
+                again = f"{_COMMAND} --seed {seed}" + (f" --only {only}" if only else "")
                 wrong.append(f"{outcome.text}\n  again: {again}")
                 print(f"seed {seed}: {wrong[-1]}", flush=True)
     took = time.monotonic() - begun
