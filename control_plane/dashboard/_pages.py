@@ -125,12 +125,13 @@ class Pages:
         names = sorted(name for name in found if name > after)
         regions = [region_view(federation.describe_region(found[name])) for name in names[:_REGIONS]]
         # Of all, not only of those that are shown.
-        used = reported_workers(known)
-        mine = used if len(newest) == len(known) else reported_workers(newest)
+        sums = federation.sums
+        used = sums.workers()
+        everything = len(newest) == len(known)
         totals = {
             "active": len(newest),
-            "usd": sum(entry.usd for entry in newest),
-            "workers": sum(mine.values()),
+            "usd": sums.usd if everything else sum(entry.state.usd for entry in newest),
+            "workers": sum((used if everything else reported_workers(newest)).values()),
         }
         return self._rendered(
             "overview.html",

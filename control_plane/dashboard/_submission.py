@@ -12,7 +12,7 @@ from pathlib import Path
 from control_plane._templates import find_template, template_folders, template_view, write_template
 from control_plane._view import Data
 from control_plane.service import DAILY_CODE_BYTES, Caller, Federation, JobEntry, Probing, answer_plan, submit
-from control_plane.spec import PackedTask, check_requirements, check_task, pack, parse_text
+from control_plane.spec import JobSpec, PackedTask, check_requirements, check_task, pack, parse_request, parse_text
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.task_folder import MAX_ARCHIVE_BYTES
 from geofed_pb.rpc import CHUNK_BYTES
@@ -54,6 +54,7 @@ class _Checked:
 
     json: str
     """The normalised job file."""
+    spec: JobSpec
     warnings: tuple[str, ...]
     code: PackedTask
     """The template's."""
@@ -105,7 +106,7 @@ class Submissions:
         with self._federation.blobs.held(digest):
             await self._put(checked, caller)
             request = control_pb2.PlanRequest(spec_json=checked.json, bundle_digest=digest)
-            text, admissible = await answer_plan(self._federation, self._probing, request, caller.user)
+            text, admissible = await answer_plan(self._federation, self._probing, request, checked.spec, caller.user)
         plan: Data = json.loads(text)
         plan["warnings"] = [*checked.warnings, *plan.get("warnings", [])]
         return plan, admissible
@@ -117,7 +118,7 @@ class Submissions:
         with self._federation.blobs.held(digest):
             await self._put(checked, caller)
             request = control_pb2.SubmitRequest(spec_json=checked.json, bundle_digest=digest, request_id=request_id)
-            entry, _ = await submit(self._federation, self._probing, request, caller.user)
+            entry, _ = await submit(self._federation, self._probing, request, checked.spec, caller.user)
         return entry
 
     async def _checked(self, draft: SubmissionForm) -> _Checked:
@@ -165,6 +166,7 @@ def _read(draft: SubmissionForm) -> _Checked:
             if code.parts:
                 text = f"the template has {code.parts[0].name} and {len(code.parts) - 1} more files above its archive"
                 raise GeofedError("LIMIT_EXCEEDED", text, hint="submit it by command")
-            return _Checked(spec.to_json(), warnings, code)
+            text = spec.to_json()
+            return _Checked(text, parse_request(text), warnings, code)
         except GeofedError as error:
             raise GeofedError(error.code, error.message.replace(str(folder), "the template"), hint=error.hint) from None

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import heapq
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from operator import itemgetter
 from types import TracebackType
 from typing import Any
 
@@ -131,19 +132,14 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
         sent = GaugeMetricFamily(
             "geofed_wan_bytes", "Bytes sent over the WAN by active jobs", labels=["source", "destination"]
         )
-        completed: dict[str, int] = {}
-        bytes_: dict[tuple[str, str], int] = {}
-        for part in (part for entry in jobs for part in entry.state.partitions):
-            if part.report is not None:
-                completed[part.region] = completed.get(part.region, 0) + part.report.round
-        for link, count in (sent for entry in jobs for sent in entry.sent_bytes):
-            bytes_[link] = bytes_.get(link, 0) + count
-        for region, count in completed.items():
+        sums = self._federation.sums
+        for region, count in sums.rounds().items():
             rounds.add_metric([region], count)
-        most = sorted(bytes_.items(), key=lambda item: -item[1])
-        for link, count in most[:SHOWN_LINKS]:
+        by_link = sums.sent_bytes()
+        most = heapq.nlargest(SHOWN_LINKS, by_link.items(), key=itemgetter(1))
+        for link, count in most:
             sent.add_metric(list(link), count)
-        if others := sum(count for _, count in most[SHOWN_LINKS:]):
+        if others := sum(by_link.values()) - sum(count for _, count in most):
             sent.add_metric(["", ""], others)
         yield rounds
         yield sent

@@ -23,6 +23,7 @@ from control_plane.core import (
 from control_plane.service._metrics import MetricsExporter
 from control_plane.service.rpc._wire import _partition, _suspicions, job_message
 from control_plane.service.state._entries import JobEntry
+from control_plane.service.state._sums import JobSums
 from control_plane.store import JobRow
 
 
@@ -107,7 +108,8 @@ def test_prometheus_sees_what_describe_shows() -> None:
     row: Any = SimpleNamespace(id="job-1", created_at=0.0)
     unused: Any = None
     going = {"job-1": JobEntry(row, job(), unused, unused)}
-    federation: Any = SimpleNamespace(jobs=going, regions={}, sessions={}, clock=lambda: 0.0, read=pending)
+    sums = JobSums(going.values())
+    federation: Any = SimpleNamespace(jobs=going, regions={}, sessions={}, clock=lambda: 0.0, read=pending, sums=sums)
     lines = asyncio.run(MetricsExporter(federation).exposition()).decode().splitlines()
     labels = '{destination="b",job="job-1",source="a"}'
     shown = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}

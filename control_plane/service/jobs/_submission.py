@@ -37,7 +37,7 @@ from control_plane.service.planning._warnings import warnings_of
 from control_plane.service.state._draft import OPERATOR, Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.service.state._federation import Federation
-from control_plane.spec import JobSpec, parse_request
+from control_plane.spec import JobSpec
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import common_pb2, control_pb2
@@ -60,14 +60,14 @@ class NewJob:
 
 
 async def answer_plan(
-    federation: Federation, probing: Probing, request: control_pb2.PlanRequest, user: str = ""
+    federation: Federation, probing: Probing, request: control_pb2.PlanRequest, spec: JobSpec, user: str = ""
 ) -> tuple[str, bool]:
     """Plan a job of a user (empty: the operator) without storing it; return the plan as JSON, and if it is admissible.
 
-    Raises ``GeofedError``: SPEC_INVALID; TASK_FAILED or TASK_INVALID if the task cannot create its model; and what
-    `initial_model_of` raises.
+    ``spec``: the request's. Raises ``GeofedError``: TASK_FAILED or TASK_INVALID if the task cannot create its model;
+    and what `initial_model_of` raises.
     """
-    spec, code_digest = await asyncio.to_thread(parse_request, request.spec_json), request.code_digest
+    code_digest = request.code_digest
     if request.bundle_digest:
         code_digest = await federation.code_digest(request.bundle_digest)
     initial_model = await initial_model_of(federation, spec, user)
@@ -107,16 +107,15 @@ def _warnings_of(
 
 
 async def submit(
-    federation: Federation, probing: Probing, request: control_pb2.SubmitRequest, user: str = ""
+    federation: Federation, probing: Probing, request: control_pb2.SubmitRequest, spec: JobSpec, user: str = ""
 ) -> tuple[JobEntry, bool]:
     """Store and start a job of a user (empty: the operator); return it, and whether it is new.
 
-    Raises ``GeofedError``: SPEC_INVALID, LIMIT_EXCEEDED, REQUEST_CONFLICT; TASK_FAILED or TASK_INVALID if the task
-    cannot create its model; INADMISSIBLE, or the code of the reason, if it is declined; and what `initial_model_of`
-    raises.
+    ``spec``: the request's. Raises ``GeofedError``: SPEC_INVALID, REQUEST_CONFLICT; TASK_FAILED or TASK_INVALID if the
+    task cannot create its model; INADMISSIBLE, or the code of the reason, if it is declined; and what
+    `initial_model_of` raises.
     """
     require_request_id(request.request_id)
-    spec = await asyncio.to_thread(parse_request, request.spec_json)
     row = new_row(spec, request.bundle_digest, request.request_id, user)
     if (earlier := await _earlier(federation, row)) is not None:
         return earlier, False
@@ -167,12 +166,17 @@ def new_row(spec: JobSpec, bundle_digest: str, request_id: str, user: str) -> Jo
     )
 
 
+async def _is_new() -> JobEntry | None:
+    """Return that a job does not exist yet."""
+    return None
+
+
 async def admit(
     federation: Federation,
     new: NewJob,
     check: Callable[[Draft], None],
     also: Callable[[Draft, AdmittedJob], None] = lambda draft, decided: None,
-    earlier: Callable[[], Awaitable[JobEntry | None]] | None = None,
+    earlier: Callable[[], Awaitable[JobEntry | None]] = _is_new,
 ) -> tuple[JobEntry, bool]:
     """Plan a job, store it and start it; return it, and whether it is new.
 
@@ -188,12 +192,14 @@ async def admit(
     with ExitStack() as planning:
         await federation.planning.acquire()
         planning.callback(federation.planning.release)
-        # No other job is planned meanwhile.
-        if earlier is not None and (known := await earlier()) is not None:
-            return known, False
-        earlier_jobs = await same_start(federation, spec, model, row.task_key)
+        # No other job is planned meanwhile; the store is read while this one is planned.
+        reading = asyncio.gather(earlier(), same_start(federation, spec, model, row.task_key))
+        planning.callback(reading.cancel)
         for _ in range(_MAX_PLANS):
             admission, answer = await federation.answer(spec, row.id, new.learnt, row.user)
+            known, earlier_jobs = await reading
+            if known is not None:
+                return known, False
             async with federation.change() as draft:
                 check(draft)
                 if isinstance(answer, Declined):

@@ -16,7 +16,7 @@ from control_plane.service.measuring._task_history import counts_labels, merges_
 from control_plane.service.planning._tuning import profile_from_json, tuned
 from control_plane.service.rpc._wire import client_rounds, to_json
 from control_plane.service.state._federation import Federation
-from control_plane.spec import JobSpec, parse_request, to_demand
+from control_plane.spec import JobSpec, to_demand
 from control_plane.store import RunRow, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.features import IMAGE, PARTS
@@ -34,13 +34,13 @@ class Profiling:
         self._federation, self._measurements = federation, measurements
         self._turn = asyncio.Lock()
 
-    async def run(self, request: control_pb2.ProfileRequest) -> AsyncIterator[control_pb2.ProfileNews]:
-        """Profile a task; yield progress messages, the last of which has the result.
+    async def run(self, request: control_pb2.ProfileRequest, spec: JobSpec) -> AsyncIterator[control_pb2.ProfileNews]:
+        """Profile the task of a request, whose job file is ``spec``; yield progress messages, the last of which has the
+        result.
 
         Raises ``GeofedError``: SPEC_INVALID; TASK_INVALID; DATASET_UNKNOWN; INADMISSIBLE if no region has a free
         worker; and the first region's error if all regions fail.
         """
-        spec = await asyncio.to_thread(parse_request, request.spec_json)
         if not 1 <= len(request.request_id) <= 256:
             raise GeofedError("SPEC_INVALID", "the request ID must have 1 to 256 characters")
         if spec.function.gpus != 1:

@@ -52,7 +52,7 @@ from control_plane.service.state._job_lookup import ACTIVE
 from control_plane.service.state._notifier import Notifier
 from control_plane.service.storage._report import storage_report
 from control_plane.service.storage._sweeper import Sweeper
-from control_plane.spec import parse_request
+from control_plane.spec import JobSpec, parse_request
 from control_plane.store import AuditRow, EventRow, InvitationRow, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.task_folder import MAX_ARCHIVE_BYTES, MAX_FOLDER_BYTES
@@ -150,26 +150,36 @@ class ControlService(control_pb2_grpc.ControlServicer):
         )
 
     @contextlib.asynccontextmanager
-    async def _held(self, bundle: str) -> AsyncIterator[None]:
-        """Keep a task folder that no job has yet. Its listing is read in a thread, and then known."""
-        await asyncio.to_thread(self._federation.blobs.parts, bundle)
-        with self._federation.blobs.held(bundle):
-            yield
+    async def _given(self, spec_json: str, bundle: str) -> AsyncIterator[JobSpec]:
+        """Parse a job file, and keep its task folder, which no job has yet.
+
+        Raises ``GeofedError``: SPEC_INVALID, LIMIT_EXCEEDED.
+        """
+        blobs = self._federation.blobs
+
+        def parsed() -> JobSpec:
+            # The folder's listing is known from now on.
+            blobs.parts(bundle)
+            return parse_request(spec_json)
+
+        spec = await asyncio.to_thread(parsed)
+        with blobs.held(bundle):
+            yield spec
 
     @answering
     async def Plan(self, request: control_pb2.PlanRequest, context: Context) -> control_pb2.PlanReply:
         """Plan a job without storing it."""
         caller = caller_now()
-        async with self._held(request.bundle_digest):
-            text, admissible = await answer_plan(self._federation, self._probing, request, caller.user)
+        async with self._given(request.spec_json, request.bundle_digest) as spec:
+            text, admissible = await answer_plan(self._federation, self._probing, request, spec, caller.user)
         return control_pb2.PlanReply(plan_json=text, admissible=admissible)
 
     @answering
     async def Submit(self, request: control_pb2.SubmitRequest, context: Context) -> control_pb2.SubmitReply:
         """Submit a job; once for each request ID."""
         caller = caller_now()
-        async with self._held(request.bundle_digest):
-            entry, created = await submit(self._federation, self._probing, request, caller.user)
+        async with self._given(request.spec_json, request.bundle_digest) as spec:
+            entry, created = await submit(self._federation, self._probing, request, spec, caller.user)
         return control_pb2.SubmitReply(job=self._federation.describe(entry), created=created)
 
     @streaming
@@ -177,11 +187,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.ProfileRequest, context: Context
     ) -> AsyncIterator[control_pb2.ProfileNews]:
         """Profile a task in the regions that hold its data; the last message has the result."""
-        spec, user = await asyncio.to_thread(parse_request, request.spec_json), caller_now().user
-        signed = request.submission, user, request.spec_json, spec, request.bundle_digest
-        request.submission.CopyFrom(await require_signed(self._federation, *signed))
-        async with self._held(request.bundle_digest):
-            async for progress in self._profiling.run(request):
+        user = caller_now().user
+        async with self._given(request.spec_json, request.bundle_digest) as spec:
+            signed = request.submission, user, request.spec_json, spec, request.bundle_digest
+            request.submission.CopyFrom(await require_signed(self._federation, *signed))
+            async for progress in self._profiling.run(request, spec):
                 yield progress
 
     @answering

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.service.state._index import JobIndex
+from control_plane.service.state._sums import JobSums
 from control_plane.store import Committed, UserRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.tasks import awaited
@@ -106,6 +107,8 @@ class Changes:
         """With the changes that are being stored: what the next change builds on."""
         self.index = JobIndex()
         """Index of the latest jobs."""
+        self.sums = JobSums()
+        """Sums over the visible jobs."""
         self.ended: dict[str, JobEntry] = {}
         """Jobs whose ends are being stored."""
         self.new: dict[str, asyncio.Future[None]] = {}
@@ -120,6 +123,7 @@ class Changes:
         """Take over what was loaded into the visible view."""
         self.latest = self.visible.copy()
         self.index = JobIndex(self.latest.jobs.values())
+        self.sums = JobSums(self.visible.jobs.values())
         self.ended.clear()
         self.new.clear()
 
@@ -209,8 +213,10 @@ class Changes:
         return None
 
     def _make_visible(self, draft: Draft, committed: Committed) -> None:
+        before = {job_id: self.visible.jobs.get(job_id) for job_id in draft.changed_jobs}
         self.visible.apply(draft)
         for job_id, entry in draft.changed_jobs.items():
+            self.sums.replace(before[job_id], self.visible.jobs.get(job_id))
             self.new.pop(job_id, None)
             # The end itself may be in a change that is stored later.
             if self.ended.get(job_id) is entry:

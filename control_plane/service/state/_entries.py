@@ -25,36 +25,13 @@ class JobEntry:
     spec: JobSpec
     plan: Plan
 
-    @cached_property
-    def usd(self) -> float:
-        """US dollars that the job has cost so far; kept, since those of all jobs are summed again and again."""
-        return self.state.usd
-
-    @cached_property
-    def reported_workers(self) -> tuple[tuple[str, int], ...]:
-        """Regions, and how many workers each has reported, where there are any; kept for the same reason."""
-        parts = self.state.partitions
-        return tuple((part.region, part.report.workers) for part in parts if part.report and part.report.workers)
-
-    @cached_property
-    def sent_bytes(self) -> tuple[tuple[tuple[str, str], int], ...]:
-        """Links as (source, destination), and the bytes that each source has sent; kept for the same reason."""
-        sources = [(part.region, part.report) for part in self.state.partitions]
-        sources += [(copy.source, copy.report) for copy in self.state.copies]
-        return tuple(
-            ((source, other), count)
-            for source, report in sources
-            if report is not None
-            for other, count in report.totals.sent_bytes.items()
-        )
-
 
 def reported_workers(entries: Iterable[JobEntry]) -> dict[str, int]:
     """Return how many workers the regions of some jobs have reported, by region."""
     found: dict[str, int] = {}
-    for entry in entries:
-        for region, workers in entry.reported_workers:
-            found[region] = found.get(region, 0) + workers
+    for part in (part for entry in entries for part in entry.state.partitions):
+        if part.report and part.report.workers:
+            found[part.region] = found.get(part.region, 0) + part.report.workers
     return found
 
 

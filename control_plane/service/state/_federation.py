@@ -45,6 +45,7 @@ from control_plane.service.state._entries import JobEntry, RegionEntry, reported
 from control_plane.service.state._job_lookup import JobLookup, active_jobs
 from control_plane.service.state._leadership import Leading, StoreThreads
 from control_plane.service.state._notifier import Notifier
+from control_plane.service.state._sums import JobSums
 from control_plane.spec import JobSpec, packed_code_digest
 from control_plane.store import CommandRow, Committed, Cursors, JobRow, OutcomeUnknown, Store, UserRow
 from geofed_pb.bounds import NAME_BYTES, clean
@@ -60,6 +61,9 @@ SERVED_SECONDS = 7 * 86_400.0
 """Period over which the workers of a user's jobs without a promise count for the user's place in the queue."""
 _READ_SECONDS = 60.0
 """Time within which reading the same thing again is not recorded again, so that nobody fills the disk by reading."""
+_MISSING_HINT = "submit the job again, which uploads what is missing"
+_KNOWN_CODE = 1000
+"""Bundles of which the digest of the code is kept in memory, some 200 bytes each: a sweep submits one many times."""
 _SERVICE_REFRESH_SECONDS = 60.0
 """Time between two sums of what users' ended jobs have used."""
 
@@ -109,6 +113,8 @@ class Federation:
         self.audit = AuditLog(clock)
         self._noted_reads: dict[tuple[str, str, str], float] = {}
         """When who has read what, within `_READ_SECONDS`."""
+        self._code_digests: dict[str, str] = {}
+        """By bundle, of some that are one archive: the digest of its code."""
         self._threads = StoreThreads(store, 4)
         self.lookup = JobLookup(self.changes, self._threads)
         """Finds jobs for users."""
@@ -117,6 +123,11 @@ class Federation:
     def jobs(self) -> dict[str, JobEntry]:
         """Jobs that have not ended, as stored."""
         return self.changes.visible.jobs
+
+    @property
+    def sums(self) -> JobSums:
+        """Sums over these jobs."""
+        return self.changes.sums
 
     @property
     def regions(self) -> dict[str, RegionEntry]:
@@ -195,15 +206,22 @@ class Federation:
         blobs = self.blobs
 
         def found() -> str:
-            hint = "submit the job again, which uploads what is missing"
-            if blobs.size(bundle_digest) is None:
-                raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint=hint)
             if missing := blobs.missing_parts(bundle_digest):
                 text = f"{len(missing)} files of the task folder have not arrived, such as {missing[0].name}"
-                raise GeofedError("TASK_INVALID", text, hint=hint)
+                raise GeofedError("TASK_INVALID", text, hint=_MISSING_HINT)
             return packed_code_digest(blobs.path(bundle_digest), blobs.path)
 
-        return await asyncio.to_thread(found)
+        if blobs.size(bundle_digest) is None:
+            raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint=_MISSING_HINT)
+        if (known := self._code_digests.get(bundle_digest)) is not None:
+            return known
+        digest = await asyncio.to_thread(found)
+        # Of a folder with parts, these may be gone the next time.
+        if not blobs.parts(bundle_digest):
+            if len(self._code_digests) >= _KNOWN_CODE:
+                self._code_digests.clear()
+            self._code_digests[bundle_digest] = digest
+        return digest
 
     async def answer(
         self, spec: JobSpec, job: str, learnt: Learnt, user: str, *, without: str = ""
