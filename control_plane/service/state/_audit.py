@@ -22,6 +22,8 @@ class AuditLog:
         """Signs the heads; the server sets the federation's own."""
         self._clock = clock
         self._last = AuditRow("", 0, GENESIS)
+        self._told: tuple[AuditRow, agent_pb2.ToAgent] | None = None
+        """The entry of which a head was last made for agents, and that message."""
 
     def load(self, store: Store) -> None:
         """Look up the last entry."""
@@ -37,5 +39,11 @@ class AuditLog:
         return Head.sign(self.key, row.seq, row.hash, self._clock())
 
     def message(self) -> agent_pb2.ToAgent:
-        """Return the last head for an agent, which keeps it: the log can then no longer be written anew unnoticed."""
-        return agent_pb2.ToAgent(audit_head=agent_pb2.AuditHead(**asdict(self.head())))
+        """Return the last head for an agent, which keeps it: the log can then no longer be written anew unnoticed.
+
+        It is signed once for each entry, since all agents that connect get one.
+        """
+        if self._told is None or self._told[0] is not self._last:
+            head = agent_pb2.AuditHead(**asdict(self.head()))
+            self._told = self._last, agent_pb2.ToAgent(audit_head=head)
+        return self._told[1]
