@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from control_plane.cli._job_file import read_job
 from control_plane.server import ServeConfig
-from control_plane.service.jobs import _submission
-from control_plane.service.measuring import _profiling
 from control_plane.service.planning._admission import Answer, PendingAdmission
 from control_plane.service.rpc import _control
 from control_plane.spec import JobSpec, parse_request
@@ -50,8 +49,7 @@ def test_a_large_job_file_is_read_beside_the_event_loop(
         threads.append(threading.current_thread() is threading.main_thread())
         return parse_request(text)
 
-    for module in (_submission, _control, _profiling):
-        monkeypatch.setattr(module, "parse_request", parsed)
+    monkeypatch.setattr(_control, "parse_request", parsed)
 
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -160,5 +158,22 @@ def test_while_a_job_is_stored_the_next_is_planned_and_knows_of_it(
             assert [reply.created for reply in replies].count(True) == 1
             for agent in agents:
                 await agent.close()
+
+    run(scenario())
+
+
+def test_code_that_was_removed_after_a_submission_is_asked_for_again(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            loaded, packed = read_job(job_file, None)
+            for there in (True, False, True):
+                if there:
+                    await stage.client.put_bundle(packed.content, packed.digest)
+                else:
+                    (found,) = serve_config.state_dir.rglob(packed.digest.removeprefix("sha256:"))
+                    found.unlink()
+                expected = r"INADMISSIBLE|DATASET_UNKNOWN" if there else "has not arrived"
+                with pytest.raises(GeofedError, match=expected):
+                    await stage.client.submit(loaded.json, packed.digest, f"request-{there}")
 
     run(scenario())
