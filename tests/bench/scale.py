@@ -1,7 +1,7 @@
 """A control plane with many regions and jobs: does each operation cost what it concerns, whatever else is there?
 
     .venv/bin/python tests/bench/scale.py [--quick] [--json PATH] [--agents N] [--jobs N,...] [--seconds N]
-        [--ended N] [--database sqlite|postgresql]
+        [--ended N] [--database sqlite|postgresql] [--log PATH]
 
 A real control plane process; real sessions over mutual TLS from this process, whose agents obey commands and report
 without training. The jobs are copies of five that were submitted and have begun: of 20, 15 have a fixed number of
@@ -20,6 +20,7 @@ import contextlib
 import json
 import logging
 import random
+import shutil
 import ssl
 import statistics
 import subprocess
@@ -76,6 +77,10 @@ class Site:
     def state(self) -> Path:
         return self.folder / "state"
 
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
 
 @dataclass
 class Serving:
@@ -107,7 +112,11 @@ def main() -> int:
 
             url = stack.enter_context(postgres_server()).database()
         site = _site(Path(folder), url, agents)
-        asyncio.run(_measure(site, counts, ended, given.seconds or (15 if given.quick else 40), report))
+        try:
+            asyncio.run(_measure(site, counts, ended, given.seconds or (15 if given.quick else 40), report))
+        finally:
+            if given.log is not None:
+                shutil.copyfile(site.log, given.log)
     _judge(report)
     return report.close(given.json)
 
@@ -116,6 +125,7 @@ def _more(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--agents", type=int, metavar="N", help="regions; 1000, with --quick 200")
     parser.add_argument("--jobs", metavar="N,...", help="numbers of active jobs; 100 and 10000, with --quick 1000")
     parser.add_argument("--ended", type=int, metavar="N", help="ended jobs; 100000, with --quick 2000")
+    parser.add_argument("--log", type=Path, metavar="PATH", help="where to keep the log of the control plane")
     parser.add_argument("--seconds", type=float, metavar="N", help="of load for each number; 40, with --quick 15")
     parser.add_argument("--database", choices=("sqlite", "postgresql"), default="sqlite")
 
@@ -202,7 +212,7 @@ async def _serving(site: Site) -> AsyncIterator[Serving]:
     ready.unlink(missing_ok=True)
     command = [sys.executable, str(HERE / "scale_server.py"), str(site.state), str(ready), str(site.slow), site.url]
     begun = time.monotonic()
-    with (site.folder / "log").open("ab") as log:
+    with site.log.open("ab") as log:
         process = await asyncio.to_thread(subprocess.Popen, command, stdout=log, stderr=log)
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -225,7 +235,7 @@ async def _serving(site: Site) -> AsyncIterator[Serving]:
 async def _listening(site: Site, process: subprocess.Popen[bytes], ready: Path) -> None:
     while not ready.exists():
         if process.poll() is not None:
-            raise RuntimeError((site.folder / "log").read_text()[-3000:])
+            raise RuntimeError(site.log.read_text()[-3000:])
         await asyncio.sleep(0.05)
 
 
@@ -233,7 +243,7 @@ async def _failover(site: Site, serving: Serving, row: dict[str, Any]) -> None:
     """Kill the control plane while another one stands by; add how long it took to ``row``, and what was lost."""
     ready, client, submitted = site.folder / "standby.json", serving.client, list[str]()
     command = [sys.executable, str(HERE / "scale_server.py"), str(site.state), str(ready), str(site.slow), site.url]
-    with (site.folder / "log").open("ab") as log:
+    with site.log.open("ab") as log:
         process = await asyncio.to_thread(subprocess.Popen, command, stdout=log, stderr=log)
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -249,7 +259,11 @@ async def _failover(site: Site, serving: Serving, row: dict[str, Any]) -> None:
             request = f"last-{number}"
             submitted.append((await client.submit(site.files.spec(0, pair), site.files.digest, request)).job.id)
             for agent in site.agents[number::20]:
-                agent.progress(next(job for job, run in agent.runs.items() if run.state == "training"))
+                # With few jobs, some regions have none.
+                if (
+                    job := next((name for name, run in agent.runs.items() if run.state == "training"), None)
+                ) is not None:
+                    agent.progress(job)
         acknowledged = {agent.region: agent.acknowledged for agent in site.agents}
         begun = time.monotonic()
         serving.process.kill()
