@@ -17,7 +17,7 @@ from scheduler._configurations import (
 from scheduler._cost_model import step_seconds
 from scheduler._estimate import basis_of, copied_of, estimate, occasion_of, spread_of
 from scheduler._exchange import Ways, policy_of, share_of, ways_of
-from scheduler._explain import alternatives, beyond_limits
+from scheduler._explain import alternatives, alternatives_of_parts, beyond_limits
 from scheduler._model import (
     Alternative,
     Declined,
@@ -176,12 +176,13 @@ class _Problem:
             isolation={region.name: region.isolation for region in snapshot.regions if region.name in named},
             learning=self._learning(evaluated, place, limits),
         )
-        return replace(
-            plan,
-            estimate=estimate(plan, snapshot, self.ways.links, way.topology),
-            warnings=_warnings_of(plan, demand, snapshot),
-            alternatives=alternatives(self.search, self.fronts, self.ways, evaluated, place, demand, limits),
-        )
+        told = alternatives(self.search, self.fronts, self.ways, evaluated, place, demand, limits)
+
+        def estimated(parts: tuple[PlannedPartition, ...]) -> PlanEstimate:
+            return estimate(replace(plan, partitions=parts), snapshot, self.ways.links, way.topology)
+
+        plan = replace(plan, estimate=estimated(partitions), warnings=_warnings_of(plan, demand, snapshot))
+        return replace(plan, alternatives=(*told, *alternatives_of_parts(plan, snapshot, demand, estimated)))
 
     def _learning(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> Learning:
         measured = self.search.evaluation.measured_noise

@@ -135,3 +135,24 @@ def test_merges_of_earlier_runs_mend_what_is_predicted() -> None:
     assert same == told
     assert learned is not None
     assert learned > 1.2 * told
+
+
+def test_a_plan_tells_what_other_numbers_of_chunks_would_take() -> None:
+    there_is = snapshot(profile("a"), profile("b"))
+    regions = tuple(replace(one, capacity=Capacity(12, 3072)) for one in there_is.regions)
+    asked = demand(workers=6, collective="k-reduce")
+    found = planned(replace(there_is, regions=regions), asked)
+    k = int(found.merging["k"])
+    told = [one for one in found.alternatives if one.decision == f"K {k}"]
+    assert len(told) == 2
+    for one in told:
+        other = int(one.text.split(":")[0])
+        fixed = planned(
+            replace(there_is, regions=regions),
+            replace(asked, merging={"k": float(other)}, memory_mb=found.partitions[0].memory_mb),
+        )
+        assert other != k
+        assert f" {fixed.estimate.seconds.expected:.0f} s" in one.text
+        assert "slower" in one.why_not
+    fixed = planned(replace(there_is, regions=regions), replace(asked, merging={"k": 2.0}))
+    assert not [one for one in fixed.alternatives if one.decision.startswith("K ")]
