@@ -395,7 +395,7 @@ def _alone(profile: TaskProfile, region: Region, counts: tuple[int, ...], snapsh
     assert prices is not None, "a region without prices takes no part"
     platform = PlatformCosts(
         usd_per_gb_second=prices.function_usd_per_gb_second, usd_per_call=prices.function_usd_per_request,
-        server_usd_per_hour=prices.server_usd_per_hour, slice_seconds=demand.slice_seconds,
+        server_usd_per_hour=prices.server_usd_per_hour, slice_seconds=demand.longest_slice([region]),
         usd_per_second=region.worker_devices(demand.gpus) * prices.device_usd_per_second,
     )  # fmt: skip
     task = task_of(

@@ -14,10 +14,15 @@ from scheduler._model import Alternative, Demand, Plan, PlanEstimate, PlannedPar
 from scheduler._pipelined import WORTH, staged
 from scheduler.search import EvaluatedPlans, Ints, PlanCriteria, PlanIndex, PlanSearch, differences
 
-__all__ = ["alternatives", "alternatives_of_parts", "beyond_limits"]
+__all__ = ["alternatives", "alternatives_of_parts", "beyond_limits", "chosen_slice"]
 
 _MOST_ALTERNATIVES = 2
 """Alternatives that are told of one decision."""
+_SLICES = (30.0, 60.0, 120.0, 300.0)
+"""Slices in seconds that a plan may choose, and the longest that is possible. With short ones a worker that hangs, or
+waits for a region that is lost, is noticed and stopped sooner; shorter ones than these would cost more starts."""
+_SLICE_WORTH = 0.005
+"""Share of the objective that a longer slice must save."""
 _MOST_REGIONS = 20
 """Regions up to which other K are evaluated: each is looked up in each region's profile."""
 _UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
@@ -176,21 +181,21 @@ _Parts = tuple[PlannedPartition, ...]
 
 
 def alternatives_of_parts(
-    plan: Plan, snapshot: Snapshot, demand: Demand, estimated: Callable[[_Parts], PlanEstimate]
+    plan: Plan, snapshot: Snapshot, demand: Demand, predicted: Callable[[Plan], Plan]
 ) -> Iterator[Alternative]:
     """Return the same for decisions inside partitions: the stages of pipelines, and K. What other plans beat in every
     respect is no configuration of a region, but is told, too.
 
-    ``estimated``: predicts the plan with other partitions.
+    ``predicted``: returns a plan with its estimate.
     """
     variants = tuple(_staged_otherwise(plan, snapshot, demand))
     for decision, named in _OF_STAGES.items() if variants else ():
         if decision != "activations" or demand.activations is None:
-            yield from _told(decision, named, variants, plan, demand, estimated)
+            yield from _told(decision, named, variants, plan, demand, predicted)
     k = plan.merging.get("k")
     if k is not None and "k" not in demand.merging and len(plan.partitions) <= _MOST_REGIONS:
         others = {_with_k(plan, other, snapshot, demand): other for other in _other_ks(plan, int(k))}
-        yield from _told("K", lambda parts: f"{others.get(parts, int(k))}", others, plan, demand, estimated)
+        yield from _told("K", lambda parts: f"{others.get(parts, int(k))}", others, plan, demand, predicted)
 
 
 def _by_stages(name: Callable[[PlannedPartition], object]) -> Callable[[_Parts], str]:
@@ -259,21 +264,53 @@ def _told(
     variants: Iterable[_Parts],
     plan: Plan,
     demand: Demand,
-    estimated: Callable[[_Parts], PlanEstimate],
+    predicted: Callable[[Plan], Plan],
 ) -> Iterator[Alternative]:
     """Return the two best of partitions that decide otherwise."""
     own, told = named(plan.partitions), set[str]()
-    each = [(estimated(parts), parts) for parts in variants if named(parts) != own and parts != plan.partitions]
+    others = [parts for parts in variants if named(parts) != own and parts != plan.partitions]
+    each = [(predicted(replace(plan, partitions=parts)).estimate, parts) for parts in others]
     for took, parts in sorted(each, key=lambda one: _measure(one[0], demand)):
         if len(told) == _MOST_ALTERNATIVES or named(parts) in told:
             continue
         told.add(named(parts))
-        text = f"{named(parts)}: {took.seconds.expected:.0f} s and ${_usd(took.usd.expected)}"
-        why = _why_not_so(took, plan.estimate, demand)
-        if not why:
-            rounds = f"saves less than {1 - WORTH:.0%}, which rounding must be worth"
-            why = rounds if decision == "activations" else "saves nothing that counts"
-        yield Alternative(text, why, f"{decision} {own}")
+        rounding = f"saves less than {1 - WORTH:.0%}, which rounding must be worth"
+        yield _told_of(
+            named(parts), took, plan, demand, f"{decision} {own}", rounding if decision == "activations" else ""
+        )
+
+
+def chosen_slice(plan: Plan, demand: Demand, predicted: Callable[[Plan], Plan]) -> tuple[Plan, tuple[Alternative, ...]]:
+    """Return a plan with the longest slice changed to the shortest that costs hardly more, with two others.
+
+    Longer slices never cost more time or money by the cost model.
+    """
+    longest, limits = plan.slice_seconds, (demand.deadline_seconds, demand.budget_usd)
+    most = _measure(plan.estimate, demand) * (1 + _SLICE_WORTH)
+    tried, chosen = [plan], plan
+    for seconds in (one for one in _SLICES if one < longest):
+        other = predicted(replace(plan, slice_seconds=seconds))
+        tried.append(other)
+        highest = other.estimate.seconds.high, other.estimate.usd.high
+        kept = all(high <= (math.inf if limit is None else limit) for high, limit in zip(highest, limits, strict=True))
+        if chosen is plan and kept and _measure(other.estimate, demand) <= most:
+            chosen = other
+        elif chosen is not plan:
+            break
+    others = [one for one in (tried[-1], *tried) if one is not chosen]
+    named = f"slice {chosen.slice_seconds:g} s"
+    why = f"saves less than {_SLICE_WORTH:.1%}; a worker that hangs is noticed later"
+    told = {
+        f"{one.slice_seconds:g} s": _told_of(f"{one.slice_seconds:g} s", one.estimate, chosen, demand, named, why)
+        for one in others
+    }
+    return chosen, (*told.values(),)[:_MOST_ALTERNATIVES]
+
+
+def _told_of(name: str, took: PlanEstimate, own: Plan, demand: Demand, decision: str, why: str = "") -> Alternative:
+    """Return an alternative to a plan. ``why``: what decided where it is no worse."""
+    text = f"{name}: {took.seconds.expected:.0f} s and ${_usd(took.usd.expected)}"
+    return Alternative(text, _why_not_so(took, own.estimate, demand) or why or "saves nothing that counts", decision)
 
 
 def _measure(took: PlanEstimate, demand: Demand) -> float:

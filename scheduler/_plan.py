@@ -17,7 +17,7 @@ from scheduler._configurations import (
 from scheduler._cost_model import step_seconds
 from scheduler._estimate import basis_of, copied_of, estimate, occasion_of, spread_of
 from scheduler._exchange import Ways, policy_of, share_of, ways_of
-from scheduler._explain import alternatives, alternatives_of_parts, beyond_limits
+from scheduler._explain import alternatives, alternatives_of_parts, beyond_limits, chosen_slice
 from scheduler._model import (
     Alternative,
     Declined,
@@ -166,7 +166,7 @@ class _Problem:
             topology=way.topology.name,
             neighbours=way.topology.links,
             exchange_seconds=way.seconds,
-            slice_seconds=demand.slice_seconds,
+            slice_seconds=demand.longest_slice(self.placed.snapshot.by_name[name] for name in named),
             seed=demand.seed,
             sent_share=share_of(snapshot, demand),
             evaluate_every=demand.evaluate_every,
@@ -178,11 +178,15 @@ class _Problem:
         )
         told = alternatives(self.search, self.fronts, self.ways, evaluated, place, demand, limits)
 
-        def estimated(parts: tuple[PlannedPartition, ...]) -> PlanEstimate:
-            return estimate(replace(plan, partitions=parts), snapshot, self.ways.links, way.topology)
+        def predicted(other: Plan) -> Plan:
+            return replace(other, estimate=estimate(other, snapshot, self.ways.links, way.topology))
 
-        plan = replace(plan, estimate=estimated(partitions), warnings=_warnings_of(plan, demand, snapshot))
-        return replace(plan, alternatives=(*told, *alternatives_of_parts(plan, snapshot, demand, estimated)))
+        plan = predicted(replace(plan, warnings=_warnings_of(plan, demand, snapshot)))
+        others = alternatives_of_parts(plan, snapshot, demand, predicted)
+        if demand.slice_seconds is not None:
+            return replace(plan, alternatives=(*told, *others))
+        plan, slices = chosen_slice(plan, demand, predicted)
+        return replace(plan, alternatives=(*told, *others, *slices))
 
     def _learning(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> Learning:
         measured = self.search.evaluation.measured_noise
@@ -262,7 +266,7 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = No
         [front.figures for front in fronts],
         [part.samples for part in parts],
         ways,
-        occasion_of(shards, placed.copies, demand.slice_seconds, snapshot),
+        occasion_of(shards, placed.copies, demand.longest_slice(regions), snapshot),
         demand,
         noise_samples(snapshot.profiles.values()),
     )
@@ -611,12 +615,13 @@ def _unfit(region: Region, configured: RegionConfigurations, snapshot: Snapshot,
                 "lower function.memoryMb",
             )
         )
-    if capacity.slice_seconds is not None and demand.slice_seconds > capacity.slice_seconds:
+    asked = demand.slice_seconds
+    if capacity.slice_seconds is not None and asked is not None and asked > capacity.slice_seconds:
         text = f"the platform of region {name} ends functions, so that a slice has at most {capacity.slice_seconds:g} s"
         reasons.append(
             Reason(
                 "LIMIT_EXCEEDED",
-                f"{text}, {demand.slice_seconds:g} s are asked for",
+                f"{text}, {asked:g} s are asked for",
                 f"lower function.slice to {capacity.slice_seconds:g}s, or keep the region out with regions.avoid",
             )
         )

@@ -125,6 +125,26 @@ async def test_explain_tells_what_else_stages_and_chunks_could_be(serve_config: 
 
 @pytest.mark.slow
 @on_a_loop
+async def test_a_job_runs_with_the_slice_that_its_plan_has_chosen(serve_config: ServeConfig, job_file: Path) -> None:
+    async with staged(serve_config) as stage, await stage.agent("a") as agent:
+        asked = asyncio.create_task(profiled(stage, job_file))
+        command = await agent.command("profile")
+        agent.tell_profile(command.id, profile_json=json.dumps(profile_of("a") | {"again_seconds": 1.0}))
+        await asked
+        long = ("train.end={epochs: 3000}",)
+        told = await plan(stage, job_file, long)
+        chosen = told["slice_seconds"]
+        assert 30.0 < chosen < 600.0
+        others = [one for one in told["alternatives"] if one["decision"] == f"slice {chosen:g} s"]
+        assert len(others) == 2
+        assert f"slice {chosen:g} s" in plan_text(told)
+        assert (await plan(stage, job_file, (*long, "function.slice=45s")))["slice_seconds"] == 45.0
+        await stage.submit(job_file, overrides=long)
+        assert (await agent.command("start")).plan.slice_seconds == chosen
+
+
+@pytest.mark.slow
+@on_a_loop
 async def test_an_agent_that_comes_back_is_asked_again_under_the_same_id(
     serve_config: ServeConfig, job_file: Path
 ) -> None:
