@@ -365,6 +365,8 @@ class Demand:
     """Whether the plan chooses the batch; plans are then compared for the same progress."""
     least_batch: int | None = None
     """Smallest batch that the plan may choose, with which its batch is compared; None: the batch is given."""
+    explained: bool = True
+    """Whether the plan tells its alternatives."""
 
     def longest_slice(self, regions: Iterable[Region]) -> float:
         """Return the slice that is asked for, or the longest that the plan may choose in these regions."""

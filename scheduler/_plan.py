@@ -72,7 +72,7 @@ class Planner:
         """Return a plan, as the function `plan`."""
         if demand.method is not None:
             return self._by_method(demand, demand.method)
-        unbounded = replace(demand, minimise="cost", deadline_seconds=None, budget_usd=None)
+        unbounded = replace(demand, minimise="cost", deadline_seconds=None, budget_usd=None, explained=True)
         if unbounded != self._demand:
             self._demand, self._evaluated = unbounded, {}
         return best_moves(self._snapshot, demand, self._placed, self._roughly)
@@ -176,17 +176,20 @@ class _Problem:
             isolation={region.name: region.isolation for region in snapshot.regions if region.name in named},
             learning=self._learning(evaluated, place, limits),
         )
-        told = alternatives(self.search, self.fronts, self.ways, evaluated, place, demand, limits)
 
         def predicted(other: Plan) -> Plan:
             return replace(other, estimate=estimate(other, snapshot, self.ways.links, way.topology))
 
         plan = predicted(replace(plan, warnings=_warnings_of(plan, demand, snapshot)))
-        others = alternatives_of_parts(plan, snapshot, demand, predicted)
-        if demand.slice_seconds is not None:
-            return replace(plan, alternatives=(*told, *others))
-        plan, slices = chosen_slice(plan, demand, predicted)
-        return replace(plan, alternatives=(*told, *others, *slices))
+        slices: tuple[Alternative, ...] = ()
+        usual = plan
+        if demand.slice_seconds is None:
+            plan, slices = chosen_slice(plan, demand, predicted)
+        if not demand.explained:
+            return plan
+        told = alternatives(self.search, self.fronts, self.ways, evaluated, place, demand, limits)
+        of_parts = alternatives_of_parts(usual, snapshot, demand, predicted)
+        return replace(plan, alternatives=(*told, *of_parts, *slices))
 
     def _learning(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> Learning:
         measured = self.search.evaluation.measured_noise
@@ -224,7 +227,7 @@ class _SharedWays:
     def of(self, demand: Demand) -> _KnownWays:
         """Return the ways that are known, to which others may be added."""
         wanted = replace(
-            demand, batch=1, least_batch=None, minimise="cost", deadline_seconds=None, budget_usd=None
+            demand, batch=1, least_batch=None, minimise="cost", deadline_seconds=None, budget_usd=None, explained=True
         )  # fmt: skip
         if wanted != self._demand:
             self._demand, self._known = wanted, {}

@@ -104,7 +104,10 @@ class PlanEvaluation:
     ) -> None:
         """``figures``: by region, `Staffs.figures` of its configurations, shape (figures, configurations).
         ``samples``: of each region's shards. ``noise``: the measured noise scale in samples."""
-        self.ways, self.demand = ways, demand
+        self.useful_ways, self.demand = _undominated(ways), demand
+        self.ways, self.least_ways = _with_least(ways, self.useful_ways)
+        """``least_ways``: one that waits and one that does not, each of which is no worse than any useful one in any
+        respect: what plans take at least."""
         self._occasion, self.measured_noise, self._noise = occasion, noise, noise or PRIOR_NOISE_SAMPLES
         self.sizes = np.array([own.shape[1] for own in figures])
         # What all configurations of each region have in common is held once: of many regions that is most of all.
@@ -121,7 +124,6 @@ class PlanEvaluation:
         self.samples = np.array(samples, float)
         self.least_samples = float(self.configured.step_samples.min(axis=1).sum())
         self._compared_samples = self.least_samples * (demand.least_batch or demand.batch) / demand.batch
-        self.useful_ways = _undominated(ways)
         wanted = policy_of(demand).interval_steps
         self._usual = demand.interval or wanted or USUAL_INTERVAL
         free = demand.interval is None and wanted is None
@@ -278,6 +280,24 @@ def off_points(rounds: Floats, steps: Floats, total: Floats, shares: Floats) -> 
 def off_share(rounds: Floats, steps: Floats, asked: Floats) -> Floats:
     """Return the share by which steps differ from what is asked, beyond one step."""
     return np.asarray(np.maximum(0.0, np.abs(rounds * steps - asked) - 1.0) / asked)
+
+
+def _with_least(ways: Ways, useful: tuple[int, ...]) -> tuple[Ways, tuple[int, ...]]:
+    """Return the figures of ways with those of one more of each kind, and the numbers of these."""
+    its, own = ways.figures, np.array(useful)
+    groups = [own[its.background[own] == background] for background in (False, True)]
+    groups = [group for group in groups if len(group)]
+
+    def added(figures: Any, best: Any) -> Any:
+        return np.concatenate([figures, [best(figures[group]) for group in groups]])
+
+    figures = {field.name: added(getattr(its, field.name), np.min) for field in fields(its)}
+    figures["links"] = added(its.links, np.max)
+    count = len(ways.each)
+    extended = replace(
+        ways, figures=replace(its, **figures), coding=added(ways.coding, np.min), lossy=added(ways.lossy, np.min)
+    )
+    return extended, tuple(range(count, count + len(groups)))
 
 
 def _undominated(ways: Ways) -> tuple[int, ...]:
