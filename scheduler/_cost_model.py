@@ -111,9 +111,10 @@ class Staffs:
         # Each region's figures lie together: sums and maxima over few regions are several times as fast.
         return cls(*(np.asfortranarray(figure) for figure in np.moveaxis(table, -1, 0)))
 
-    def rows(self, begin: int, end: int) -> Staffs:
-        """Return some of the staffings."""
-        return Staffs(*(getattr(self, field.name)[begin:end] for field in fields(self)))
+    @classmethod
+    def first_overhead(cls) -> int:
+        """Return the number of the first figure that is an overhead; these may be one row for all staffings."""
+        return [field.name for field in fields(cls)].index("first_model")
 
 
 @dataclass(frozen=True)
@@ -253,8 +254,9 @@ def standing_seconds(each: Floats, exchanges: Exchanges) -> Floats:
         each: seconds of a round's steps, shape (..., regions); the result has the shape (..., exchanges).
     """
     compute = each.max(-1)[..., None]
-    # A single region exchanges nothing.
-    second = np.partition(each, -2, axis=-1)[..., -2, None] if each.shape[-1] > 1 else compute
+    # A single region exchanges nothing, and in the background none waits for the next.
+    alone = each.shape[-1] < 2 or exchanges.background.all()
+    second = compute if alone else np.partition(each, -2, axis=-1)[..., -2, None]
     waited = exchanges.seconds - np.minimum((compute - second) / 2, exchanges.links)
     return np.asarray(np.where(exchanges.background, np.maximum(0.0, exchanges.seconds - compute), waited))
 

@@ -6,7 +6,7 @@ and ways to exchange.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -181,11 +181,13 @@ class PlanEvaluation:
         figures, regions, most = self._others[1].shape
         at = np.arange(regions)[:, None] * most + choice.T
         chosen = self._others[1].reshape(figures, regions * most).take(at, axis=1)
-        # Each region's figures lie together, as in `Staffs.of`.
-        common = np.repeat(self._common[1], len(choice), axis=2)
-        return self._staffs(np.swapaxes(common, 1, 2), np.swapaxes(chosen, 1, 2))
+        # Each region's figures lie together, as in `Staffs.of`. Of overheads only the largest is asked for, which one
+        # row tells for all staffings.
+        each = self._common[0] < Staffs.first_overhead()
+        common = [*np.repeat(self._common[1][each], len(choice), axis=2), *self._common[1][~each]]
+        return self._staffs([figure.T for figure in common], np.swapaxes(chosen, 1, 2))
 
-    def _staffs(self, common: Floats, others: Floats) -> Staffs:
+    def _staffs(self, common: Iterable[Floats], others: Iterable[Floats]) -> Staffs:
         """Return staffings of figures of both kinds, each of shape (figures, ...)."""
         numbers = [*self._common[0].tolist(), *self._others[0].tolist()]
         figures = dict(zip(numbers, [*common, *others], strict=True))
@@ -237,7 +239,8 @@ class PlanEvaluation:
         else:
             # All regions make the same epochs.
             passes = self.samples / staffs.step_samples
-            total, shares = epochs * passes.max(axis=1), passes / passes.max(axis=1)[:, None]
+            most = passes.max(axis=1)
+            total, shares = epochs * most, passes / most[:, None]
         if demand.clients is not None:
             # A step is a round of clients, of which all regions make the same number.
             shares = np.ones_like(shares)

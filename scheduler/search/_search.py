@@ -57,8 +57,6 @@ _ROUNDING_POINTS = 1e-6
 """Points by which two ways to compute them may differ."""
 _MOST_JOINED = 256
 """Changes that are looked at for those that help together."""
-_MOST_BOUNDED = 2
-"""Ways for each of `least_ways` up to which all are evaluated at once: bounds would hardly take less time."""
 _MOST_STARTS = 3
 """Plans from which the search begins."""
 _MOST_CHANGES = 30
@@ -315,8 +313,10 @@ class PlanSearch:
         if not limits.possible:
             # Plans that are chosen by other limits start from all that were evaluated for what is possible.
             left = np.array([known.get(row, -math.inf) < than for row in rows])
-            if left.any() and len(self.evaluation.useful_ways) > _MOST_BOUNDED * len(self.evaluation.least_ways):
-                least = self._scored(self.evaluation.evaluate(others[left], ways=self.evaluation.least_ways), limits)
+            ways, least_ways = self.evaluation.useful_ways, self.evaluation.least_ways
+            # A way takes as long as a region: with many regions bounds would hardly take less time.
+            if left.any() and len(ways) > len(least_ways) + len(self.evaluation.sizes):
+                least = self._scored(self.evaluation.evaluate(others[left], ways=least_ways), limits)
                 left[left] = least.min(axis=(1, 2)) < than
             others, rows = others[left], [row for row, stays in zip(rows, left.tolist(), strict=True) if stays]
             if not len(others):
