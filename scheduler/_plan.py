@@ -177,19 +177,26 @@ class _Problem:
             learning=self._learning(evaluated, place, limits),
         )
 
-        def predicted(other: Plan) -> Plan:
-            return replace(other, estimate=estimate(other, snapshot, self.ways.links, way.topology))
+        return self._explained(plan, evaluated, place, demand, limits)
 
-        plan = predicted(replace(plan, warnings=_warnings_of(plan, demand, snapshot)))
+    def _explained(
+        self, plan: Plan, evaluated: EvaluatedPlans, place: PlanIndex, demand: Demand, limits: PlanCriteria
+    ) -> Plan:
+        """Return a plan with its estimate, slice, warnings and alternatives."""
+        snapshot, topology = self.placed.snapshot, self.ways.each[evaluated.ways[place.way]].topology
+
+        def predicted(other: Plan) -> Plan:
+            return replace(other, estimate=estimate(other, snapshot, self.ways.links, topology))
+
         slices: tuple[Alternative, ...] = ()
-        usual = plan
+        chosen = usual = predicted(replace(plan, warnings=_warnings_of(plan, demand, snapshot)))
         if demand.slice_seconds is None:
-            plan, slices = chosen_slice(plan, demand, predicted)
+            chosen, slices = chosen_slice(usual, demand, predicted)
         if not demand.explained:
-            return plan
+            return chosen
         told = alternatives(self.search, self.fronts, self.ways, evaluated, place, demand, limits)
         of_parts = alternatives_of_parts(usual, snapshot, demand, predicted)
-        return replace(plan, alternatives=(*told, *of_parts, *slices))
+        return replace(chosen, alternatives=(*told, *of_parts, *slices))
 
     def _learning(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> Learning:
         measured = self.search.evaluation.measured_noise
