@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from scheduler.tuning import MergePoint, Step, Steps, TaskProfile
 
 __all__ = [
-    "ConfiguredPartition", "RegionConfigurations", "configurations", "holds_batch", "merge_of", "merging_of",
-    "needed_mb", "unmeasured_mb",
+    "ConfiguredPartition", "RegionConfigurations", "configurations", "holds_batch", "in_stages", "merge_of",
+    "merging_of", "needed_mb", "unmeasured_mb",
 ]  # fmt: skip
 
 DEFAULT_MEMORY_MB = 1024
@@ -63,6 +63,8 @@ class RegionConfigurations(Sequence[ConfiguredPartition]):
     """The configurations of one region; arrays have one figure of each, in their order."""
 
     workers: Ints
+    stages: Ints
+    """Of a pipeline; 1: its workers hold the whole model."""
     memory_mb: Ints
     merges: Ints
     """A number for each way to merge, the same in all regions (`merge_of`)."""
@@ -101,6 +103,7 @@ class _Listed(RegionConfigurations):
     def __init__(self, each: Sequence[ConfiguredPartition], region: Region, snapshot: Snapshot) -> None:
         self._each, self._region, self._snapshot = each, region, snapshot
         self.workers = np.array([one.part.workers for one in each], np.int64)
+        self.stages = np.array([one.part.workers // max(1, one.part.replicas) for one in each], np.int64)
         self.memory_mb = np.array([one.part.memory_mb for one in each], np.int64)
         known = collectives()
         self.merges = np.array(
@@ -129,6 +132,7 @@ class _Measured(RegionConfigurations):
         self._steps, self._region, self._snapshot = steps, region, snapshot
         self._samples, self._demand, self._made = samples, demand, dict[int, ConfiguredPartition]()
         self.workers, self._devices = steps.workers, region.worker_devices(demand.gpus)
+        self.stages = np.ones_like(steps.workers)
         sizes = sorted(set(steps.memory_mb.tolist()))
         self._given, self._size = (
             [region.capacity.function_mb(mb) for mb in sizes],
@@ -188,7 +192,15 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> Region
     if cut is not None:
         most = min(free // cut.stages, cut.most_replicas, max(1, samples // demand.batch))
         counts = worker_counts(most) if stated is None else (min(stated // cut.stages, cut.most_replicas),)
-        cuts = [ConfiguredPartition(_in_stages(region, samples, cut, count, demand)) for count in counts]
+        pairs = [(cut, count) for count in counts]
+        for other in cut.others:
+            most = min((free if stated is None else stated) // other.stages, other.most_replicas)
+            most = min(most, max(1, samples // demand.batch)) if stated is None else most
+            # A few, since the schedule of each is played.
+            tried = {1, (most + 1) // 2, most} if stated is None else {most}
+            pairs += [(other, count) for count in sorted(tried) if count > 0]
+        pairs.sort(key=lambda pair: pair[0].stages * pair[1])
+        cuts = [ConfiguredPartition(in_stages(region, samples, one, count, demand)) for one, count in pairs]
         return _Listed(cuts, region, snapshot)
     rounds = _client_rounds(region, samples, demand)
     most = rounds.clients if rounds else samples // demand.batch
@@ -344,8 +356,8 @@ def unmeasured_mb(region: Region, snapshot: Snapshot, demand: Demand) -> int:
     return region.capacity.function_mb(demand.memory_mb or min(wanted, region.capacity.memory_mb))
 
 
-def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand: Demand) -> PlannedPartition:
-    """Return a partition that runs a pipeline."""
+def in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand: Demand) -> PlannedPartition:
+    """Return a partition that runs a pipeline. Raises ValueError where its functions cannot hold it."""
     shape = cut.shape(replicas)
     return PlannedPartition(
         region=region.name,
@@ -383,7 +395,7 @@ def _alone(profile: TaskProfile, region: Region, counts: tuple[int, ...], snapsh
     assert prices is not None, "a region without prices takes no part"
     platform = PlatformCosts(
         usd_per_gb_second=prices.function_usd_per_gb_second, usd_per_call=prices.function_usd_per_request,
-        server_usd_per_hour=prices.server_usd_per_hour, slice_seconds=demand.slice_seconds,
+        server_usd_per_hour=prices.server_usd_per_hour, slice_seconds=demand.longest_slice([region]),
         usd_per_second=region.worker_devices(demand.gpus) * prices.device_usd_per_second,
     )  # fmt: skip
     task = task_of(

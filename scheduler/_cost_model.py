@@ -111,9 +111,10 @@ class Staffs:
         # Each region's figures lie together: sums and maxima over few regions are several times as fast.
         return cls(*(np.asfortranarray(figure) for figure in np.moveaxis(table, -1, 0)))
 
-    def rows(self, begin: int, end: int) -> Staffs:
-        """Return some of the staffings."""
-        return Staffs(*(getattr(self, field.name)[begin:end] for field in fields(self)))
+    @classmethod
+    def first_overhead(cls) -> int:
+        """Return the number of the first figure that is an overhead; these may be one row for all staffings."""
+        return [field.name for field in fields(cls)].index("first_model")
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Occasion:
 
 @dataclass(frozen=True)
 class JobTimeline:
-    """The seconds of a job's phases, and what it costs."""
+    """The seconds of a job's phases, and what it costs: arrays that broadcast to the shape of all plans."""
 
     first_model: Floats
     first_step: Floats
@@ -211,9 +212,9 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
     # With background exchange a round's end overlaps with the next one's steps.
     round_ends = np.where(back, 0.0, many * _slowest(staffs.round_end))
     known = occasion.first_model_known
-    first_model = (0.0 if known else exchanges.contact + _slowest(staffs.first_model)) + np.zeros_like(between)
-    first_step = _slowest(staffs.first_step) + np.zeros_like(between)
-    round_work = many * _slowest(staffs.round_work) + np.zeros_like(between)
+    none = np.zeros((1, 1, 1))
+    first_model = none if known else exchanges.contact + _slowest(staffs.first_model)
+    first_step, round_work = _slowest(staffs.first_step), many * _slowest(staffs.round_work)
     work = first_model + first_step + training + between + round_ends + round_work + occasion.rest
     room = _room(staffs.step_seconds, occasion.slice_seconds, staffs.enter)
     slice_end, call_usd = staffs.slice_end, staffs.call_usd
@@ -221,20 +222,23 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
         # All regions' invocations end at once, as mostly: their axis would make most of the arithmetic.
         room, slice_end, call_usd = room[:, :1], slice_end.max(-1, keepdims=True), call_usd.sum(-1, keepdims=True)
     ends = np.maximum(0.0, np.ceil(work[..., None] / room[:, None, None, :] - 1e-9) - 1)
-    lost = (ends * slice_end[:, None, None, :]).max(-1)
+    # Reductions of an axis of one are slow.
+    one = room.shape[1] == 1
+    each_lost = ends * slice_end[:, None, None, :]
+    lost = each_lost[..., 0] if one else each_lost.max(-1)
     busy = work + lost
-    result = _slowest(staffs.result) + np.zeros_like(between)
+    result = _slowest(staffs.result)
     seconds = occasion.start + occasion.copying + busy + result
     usd = busy * staffs.worker_usd.sum(-1)[:, None, None]
     ahead, served = seconds - occasion.start, occasion.served - occasion.copying * occasion.served_late
     usd = usd + ahead * staffs.server_usd.sum(-1)[:, None, None]
     usd = usd + (staffs.worker_usd * occasion.started + staffs.server_usd * served).sum(-1)[:, None, None]
     usd = usd + _below_zero(staffs.worker_usd, busy, occasion.started) + _below_zero(staffs.server_usd, ahead, served)
-    usd = usd + ((1 + ends) * call_usd[:, None, None, :]).sum(-1)
+    calls_usd = (1 + ends) * call_usd[:, None, None, :]
+    usd = usd + (calls_usd[..., 0] if one else calls_usd.sum(-1))
     usd = usd + many * ((steps * staffs.merge_usd[:, None, :]).sum(-1)[..., None] + exchanges.usd)
     return JobTimeline(
-        first_model, first_step, training + np.zeros_like(between), round_ends, round_work, between, ends, lost, busy,
-        result, seconds, usd,
+        first_model, first_step, training, round_ends, round_work, between, ends, lost, busy, result, seconds, usd,
     )  # fmt: skip
 
 
@@ -250,8 +254,9 @@ def standing_seconds(each: Floats, exchanges: Exchanges) -> Floats:
         each: seconds of a round's steps, shape (..., regions); the result has the shape (..., exchanges).
     """
     compute = each.max(-1)[..., None]
-    # A single region exchanges nothing.
-    second = np.partition(each, -2, axis=-1)[..., -2, None] if each.shape[-1] > 1 else compute
+    # A single region exchanges nothing, and in the background none waits for the next.
+    alone = each.shape[-1] < 2 or exchanges.background.all()
+    second = compute if alone else np.partition(each, -2, axis=-1)[..., -2, None]
     waited = exchanges.seconds - np.minimum((compute - second) / 2, exchanges.links)
     return np.asarray(np.where(exchanges.background, np.maximum(0.0, exchanges.seconds - compute), waited))
 
@@ -270,10 +275,10 @@ def _room(step_seconds: Floats, slice_seconds: float, enter: Floats) -> Floats:
 def _below_zero(usd: Floats, seconds: Floats, besides: Floats) -> Floats:
     """Return by how many USD the regions are below zero whose seconds and those besides, by region, are negative: no
     item of a bill is. ``usd``: per second, shape (staffings, regions)."""
-    found = np.zeros_like(seconds)
+    found = np.zeros((1, 1, 1))
     # Only what passes after the functions have ended is taken off: an axis for all regions would be mostly zeros.
     for place in np.flatnonzero(besides < 0.0):
-        found += usd[:, place, None, None] * np.maximum(0.0, -besides[place] - seconds)
+        found = found + usd[:, place, None, None] * np.maximum(0.0, -besides[place] - seconds)
     return found
 
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scheduler._configurations import RegionConfigurations, merge_of
+from scheduler._configurations import RegionConfigurations, configurations, in_stages, merge_of
 from scheduler._exchange import Way, Ways
-from scheduler._model import Alternative, Demand, Reason
+from scheduler._model import Alternative, Demand, Plan, PlanEstimate, PlannedPartition, Reason, Snapshot
+from scheduler._pipelined import WORTH, staged
 from scheduler.search import EvaluatedPlans, Ints, PlanCriteria, PlanIndex, PlanSearch, differences
 
-__all__ = ["alternatives", "beyond_limits"]
+__all__ = ["alternatives", "alternatives_of_parts", "beyond_limits", "chosen_slice"]
 
 _MOST_ALTERNATIVES = 2
 """Alternatives that are told of one decision."""
+_SLICES = (30.0, 60.0, 120.0, 300.0)
+"""Slices in seconds that a plan may choose, and the longest that is possible. With short ones a worker that hangs, or
+waits for a region that is lost, is noticed and stopped sooner; shorter ones than these would cost more starts."""
+_SLICE_WORTH = 0.005
+"""Share of the objective that a longer slice must save."""
+_MOST_REGIONS = 20
+"""Regions up to which other K are evaluated: each is looked up in each region's profile."""
 _UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 
 
@@ -75,7 +83,8 @@ def alternatives(
 
     told: list[Alternative] = []
     decisions: list[tuple[str, object, EvaluatedPlans, _Decided]] = [
-        ("workers", demand.workers, staffs, of_regions(lambda front: front.workers)),
+        (_workers_in(fronts), demand.workers, staffs, of_regions(lambda front: front.workers // front.stages)),
+        ("stages", demand.stages, staffs, of_regions(lambda front: front.stages)),
         ("memory", demand.memory_mb, staffs, of_regions(lambda front: front.memory_mb)),
         ("merge", demand.collective, staffs, of_regions(lambda front: front.merges, _merge)),
         ("interval", demand.interval, exchanges, _INTERVAL),
@@ -90,6 +99,10 @@ def alternatives(
         taken = f"topology {ways.each[evaluated.ways[place.way]].topology.name}"
         told += [Alternative(kind, why, taken) for kind, why in ways.impossible.items()]
     return tuple(told)
+
+
+def _workers_in(fronts: Sequence[RegionConfigurations]) -> str:
+    return "replicas" if any(front[0].part.pipeline is not None for front in fronts) else "workers"
 
 
 def _merge(number: int) -> str:
@@ -161,6 +174,159 @@ def _why_not(
         (float(among.factor[at.staff]), float(best.factor[own.staff]), "more samples for the same progress"),
     )
     return differences(*pairs, points=points - search.given_up(best, own, limits)) or "saves nothing that counts"
+
+
+_Parts = tuple[PlannedPartition, ...]
+"""The partitions of a plan."""
+
+
+def alternatives_of_parts(
+    plan: Plan, snapshot: Snapshot, demand: Demand, predicted: Callable[[Plan], Plan]
+) -> Iterator[Alternative]:
+    """Return the same for decisions inside partitions: the stages of pipelines, and K. What other plans beat in every
+    respect is no configuration of a region, but is told, too.
+
+    ``predicted``: returns a plan with its estimate.
+    """
+    variants = tuple(_staged_otherwise(plan, snapshot, demand))
+    for decision, named in _OF_STAGES.items() if variants else ():
+        if decision != "activations" or demand.activations is None:
+            yield from _told(decision, named, variants, plan, demand, predicted)
+    k = plan.merging.get("k")
+    if k is not None and "k" not in demand.merging and len(plan.partitions) <= _MOST_REGIONS:
+        others = {_with_k(plan, other, snapshot, demand): other for other in _other_ks(plan, int(k))}
+        yield from _told("K", lambda parts: f"{others.get(parts, int(k))}", others, plan, demand, predicted)
+
+
+def _by_stages(name: Callable[[PlannedPartition], object]) -> Callable[[_Parts], str]:
+    return lambda parts: _listed([name(part) for part in parts if part.pipeline is not None])
+
+
+_OF_STAGES: dict[str, Callable[[_Parts], str]] = {
+    "activations": _by_stages(lambda part: part.pipeline.activation_codec if part.pipeline else ""),
+    "recomputed stages": _by_stages(
+        lambda part: sum(stage.rematerialise for stage in part.pipeline.stages) if part.pipeline else 0
+    ),
+    "micro-batch": _by_stages(lambda part: part.pipeline.micro_batch if part.pipeline else 0),
+    "order": _by_stages(lambda part: part.pipeline.order if part.pipeline else ""),
+}
+"""Decisions on pipelines, and what partitions decide."""
+
+
+def _staged_otherwise(plan: Plan, snapshot: Snapshot, demand: Demand) -> Iterator[_Parts]:
+    """Return the plan's partitions with another pipeline in one region, or in all that can have the same."""
+    found: dict[tuple[str, ...], dict[str, PlannedPartition]] = {}
+    for part in plan.partitions:
+        region = snapshot.by_name[part.region]
+        best = staged(region, snapshot, demand) if part.pipeline is not None else None
+        tried = (best, *best.others) if best is not None else ()
+        own = next(
+            (cut for cut in tried if cut.memory_mb == part.memory_mb and cut.shape(part.replicas) == part.pipeline),
+            None,
+        )
+        for variant in own.variants(part.replicas) if own is not None else ():
+            try:
+                other = in_stages(region, part.samples, variant, part.replicas, demand)
+            except ValueError:
+                continue
+            other = replace(other, steps_per_round=part.steps_per_round, shards=part.shards)
+            found.setdefault(tuple(name((other,)) for name in _OF_STAGES.values()), {})[part.region] = other
+    for changed in found.values():
+        yield tuple(changed.get(part.region, part) for part in plan.partitions)
+
+
+def _other_ks(plan: Plan, k: int) -> list[int]:
+    """Return other numbers of workers that merge a chunk each: the nearest, and all."""
+    most = max(part.workers for part in plan.partitions)
+    return sorted({other for other in (k // 2, k - 1, k + 1, 2 * k, most) if 0 < other <= most} - {k})
+
+
+def _with_k(plan: Plan, k: int, snapshot: Snapshot, demand: Demand) -> _Parts:
+    """Return the plan's partitions with another K, where their functions have the memory."""
+    parts = []
+    for part in plan.partitions:
+        own = part
+        if part.workers > 1 and part.pipeline is None:
+            fixed = replace(
+                demand, workers={part.region: part.workers}, memory_mb=part.memory_mb, collective=plan.collective,
+                merging={**demand.merging, "k": float(k)},
+            )  # fmt: skip
+            one = configurations(snapshot.by_name[part.region], snapshot, fixed)[0]
+            if one.merging is not None:
+                own = replace(one.part, steps_per_round=part.steps_per_round, shards=part.shards)
+        parts.append(own)
+    return tuple(parts)
+
+
+def _told(
+    decision: str,
+    named: Callable[[_Parts], str],
+    variants: Iterable[_Parts],
+    plan: Plan,
+    demand: Demand,
+    predicted: Callable[[Plan], Plan],
+) -> Iterator[Alternative]:
+    """Return the two best of partitions that decide otherwise."""
+    own, told = named(plan.partitions), set[str]()
+    others = [parts for parts in variants if named(parts) != own and parts != plan.partitions]
+    each = [(predicted(replace(plan, partitions=parts)).estimate, parts) for parts in others]
+    for took, parts in sorted(each, key=lambda one: _measure(one[0], demand)):
+        if len(told) == _MOST_ALTERNATIVES or named(parts) in told:
+            continue
+        told.add(named(parts))
+        rounding = f"saves less than {1 - WORTH:.0%}, which rounding must be worth"
+        yield _told_of(
+            named(parts), took, plan, demand, f"{decision} {own}", rounding if decision == "activations" else ""
+        )
+
+
+def chosen_slice(plan: Plan, demand: Demand, predicted: Callable[[Plan], Plan]) -> tuple[Plan, tuple[Alternative, ...]]:
+    """Return a plan with the longest slice changed to the shortest that costs hardly more, with two others.
+
+    Longer slices never cost more time or money by the cost model.
+    """
+    longest, limits = plan.slice_seconds, (demand.deadline_seconds, demand.budget_usd)
+    most = _measure(plan.estimate, demand) * (1 + _SLICE_WORTH)
+    tried, chosen = [plan], plan
+    for seconds in (one for one in _SLICES if one < longest):
+        other = predicted(replace(plan, slice_seconds=seconds))
+        tried.append(other)
+        highest = other.estimate.seconds.high, other.estimate.usd.high
+        kept = all(high <= (math.inf if limit is None else limit) for high, limit in zip(highest, limits, strict=True))
+        if chosen is plan and kept and _measure(other.estimate, demand) <= most:
+            chosen = other
+        elif chosen is not plan:
+            break
+    others = [one for one in (tried[-1], *tried) if one is not chosen]
+    named = f"slice {chosen.slice_seconds:g} s"
+    why = f"saves less than {_SLICE_WORTH:.1%}; a worker that hangs is noticed later"
+    told = {
+        f"{one.slice_seconds:g} s": _told_of(f"{one.slice_seconds:g} s", one.estimate, chosen, demand, named, why)
+        for one in others
+    }
+    return chosen, (*told.values(),)[:_MOST_ALTERNATIVES]
+
+
+def _told_of(name: str, took: PlanEstimate, own: Plan, demand: Demand, decision: str, why: str = "") -> Alternative:
+    """Return an alternative to a plan. ``why``: what decided where it is no worse."""
+    text = f"{name}: {took.seconds.expected:.0f} s and ${_usd(took.usd.expected)}"
+    return Alternative(text, _why_not_so(took, own.estimate, demand) or why or "saves nothing that counts", decision)
+
+
+def _measure(took: PlanEstimate, demand: Demand) -> float:
+    return (took.seconds if demand.minimise == "time" else took.usd).expected
+
+
+def _why_not_so(took: PlanEstimate, own: PlanEstimate, demand: Demand) -> str:
+    """Return the mechanism that decided against other partitions; empty: they are no worse."""
+    if took.seconds.high > (demand.deadline_seconds or math.inf):
+        return f"may take {took.seconds.high:.0f} s, the deadline leaves {demand.deadline_seconds:.0f} s"
+    if took.usd.high > (demand.budget_usd or math.inf):
+        return f"may cost ${_usd(took.usd.high)}, the budget is ${_usd(demand.budget_usd or 0.0)}"
+    return differences(
+        (took.usd.expected, own.usd.expected, "dearer"), (took.seconds.expected, own.seconds.expected, "slower"),
+        points=0.0,
+    )  # fmt: skip
 
 
 def beyond_limits(search: PlanSearch, demand: Demand) -> tuple[Reason, ...]:

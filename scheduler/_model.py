@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -320,7 +320,10 @@ class Demand:
     """Devices of one worker; None: all that its function may have."""
     sharded: bool = False
     """Whether the devices of a worker hold a part of the model each."""
-    slice_seconds: float = 30.0
+    slice_seconds: float | None = 30.0
+    """Time slice of an invocation; None: the plan chooses."""
+    most_slice_seconds: float = 600.0
+    """Longest slice that the plan may choose."""
     balance: str = "data"
     """What a region's steps in a round are proportional to: "data", so that all regions make the same number of epochs,
     or "speed", so that all rounds take equally long."""
@@ -362,6 +365,15 @@ class Demand:
     """Whether the plan chooses the batch; plans are then compared for the same progress."""
     least_batch: int | None = None
     """Smallest batch that the plan may choose, with which its batch is compared; None: the batch is given."""
+    explained: bool = True
+    """Whether the plan tells its alternatives."""
+
+    def longest_slice(self, regions: Iterable[Region]) -> float:
+        """Return the slice that is asked for, or the longest that the plan may choose in these regions."""
+        if self.slice_seconds is not None:
+            return self.slice_seconds
+        limits = (region.capacity.slice_seconds for region in regions)
+        return min(limit for limit in (self.most_slice_seconds, *limits) if limit is not None)
 
 
 @dataclass(frozen=True)

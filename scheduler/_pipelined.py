@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -32,6 +32,8 @@ WORTH = 0.95
 rounds activations and their gradients to 8 bits of mantissa, so it must be worth that."""
 SPARE = 0.2
 """Share of a worker's memory that is left free, as for workers that hold the whole model."""
+_MOST_TOLD = 2
+"""Other numbers of stages, and other function sizes, that a plan tells of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +48,8 @@ class Staged:
     """What the job minimises: "time" or "cost"."""
     pace: float = 1.0
     """Ratio of measured to predicted time, as in `PipelineShape`."""
+    others: tuple[Staged, ...] = ()
+    """The best with other numbers of stages, and with other function sizes."""
 
     def worth(self, plan: PlannedPipeline) -> float:
         """Return a figure by which pipelines are compared; the smallest is the best."""
@@ -65,6 +69,30 @@ class Staged:
         """Return the pipeline with a number of replicas of each stage, each of which takes the job's batch in a
         step."""
         return _shape(self, degree)
+
+    def variants(self, degree: int) -> Sequence[Staged]:
+        """Return pipelines with the same cuts and replicas that differ in a respect; some may not fit."""
+        return _variants(self, degree)
+
+
+@lru_cache(maxsize=1024)
+def _variants(cut: Staged, degree: int) -> tuple[Staged, ...]:
+    """Cached, so that the shapes of these are, too."""
+    from scheduler.pipeline import ORDERS
+
+    own, problem, stages = cut.shape(degree), cut.problem, cut.plan.stages
+    samples = problem.batch // cut.plan.way.degree
+    sizes = [size for size in range(1, samples + 1) if samples % size == 0]
+    near = sorted(sizes, key=lambda size: max(size, own.micro_batch) / min(size, own.micro_batch))[1 : 1 + _MOST_TOLD]
+    ways = [replace(problem, micro_batches=(size,)) for size in near]
+    if len(stages) > 1:
+        ways += [replace(problem, orders=(order,)) for order in ORDERS if order != own.order]
+        ways.append(_sending(problem, 1.0 if problem.sent_share < 1.0 else 0.5))
+    again = [tuple(replace(stage, rematerialise=so) for stage in stages) for so in (True, False)]
+    return (
+        *(replace(cut, problem=other) for other in ways),
+        *(replace(cut, plan=replace(cut.plan, stages=other)) for other in again if other != stages),
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -205,12 +233,9 @@ def _staged(
     """
     from scheduler.pipeline import NothingFitsError, front
 
-    def worth(plan: PlannedPipeline) -> float:
-        return _worth(plan, minimise)
-
     def solved(size_mb: int, problem: PipelineProblem) -> list[Staged]:
         try:
-            return [Staged(size_mb, min(front(problem, WITHIN), key=worth), problem, minimise, pace)]
+            return [Staged(size_mb, plan, problem, minimise, pace) for plan in front(problem, WITHIN)]
         except NothingFitsError:
             return []
 
@@ -224,11 +249,39 @@ def _staged(
             found += solved(size_mb, replace(problem, sent_share=sent, merged_share=merged_share))
         if found:
             break
-    best = min(found, key=lambda one: worth(one.plan), default=None)
-    if best is None or activations is not None or len(best.plan.stages) == 1:
-        return best
-    shorter = solved(best.memory_mb, replace(best.problem, sent_share=0.5))
-    return next((one for one in shorter if worth(one.plan) <= WORTH * worth(best.plan)), best)
+    if not found:
+        return None
+    best = min(found, key=_worth_of)
+    if stages is None:
+        beside = {best.stages - 1, best.stages + 1} - {0, len(profile.layers) + 1, *(one.stages for one in found)}
+        found += [one for n in sorted(beside) for one in solved(best.memory_mb, replace(best.problem, stages=n))]
+    others = _differing(best, found)
+    if activations is None and best.stages > 1:
+        shorter = min(solved(best.memory_mb, replace(best.problem, sent_share=0.5)), key=_worth_of, default=None)
+        if shorter is not None and _worth_of(shorter) <= WORTH * _worth_of(best):
+            best, others = shorter, tuple(replace(one, problem=_sending(one.problem, 0.5)) for one in others)
+    return replace(best, others=others)
+
+
+def _sending(problem: PipelineProblem, share: float) -> PipelineProblem:
+    return replace(problem, sent_share=share)
+
+
+def _worth_of(one: Staged) -> float:
+    return one.worth(one.plan)
+
+
+def _differing(best: Staged, found: Sequence[Staged]) -> tuple[Staged, ...]:
+    """Return the best with other numbers of stages, and with other function sizes."""
+    kept: dict[Staged, None] = {}
+    values: tuple[Callable[[Staged], int], ...] = (lambda one: one.stages, lambda one: one.memory_mb)
+    for value in values:
+        others: dict[int, Staged] = {}
+        for one in sorted(found, key=_worth_of):
+            others.setdefault(value(one), one)
+        others.pop(value(best), None)
+        kept |= dict.fromkeys([*others.values()][:_MOST_TOLD])
+    return tuple(kept)
 
 
 def _problem(

@@ -17,7 +17,7 @@ from scheduler._configurations import (
 from scheduler._cost_model import step_seconds
 from scheduler._estimate import basis_of, copied_of, estimate, occasion_of, spread_of
 from scheduler._exchange import Ways, policy_of, share_of, ways_of
-from scheduler._explain import alternatives, beyond_limits
+from scheduler._explain import alternatives, alternatives_of_parts, beyond_limits, chosen_slice
 from scheduler._model import (
     Alternative,
     Declined,
@@ -72,7 +72,7 @@ class Planner:
         """Return a plan, as the function `plan`."""
         if demand.method is not None:
             return self._by_method(demand, demand.method)
-        unbounded = replace(demand, minimise="cost", deadline_seconds=None, budget_usd=None)
+        unbounded = replace(demand, minimise="cost", deadline_seconds=None, budget_usd=None, explained=True)
         if unbounded != self._demand:
             self._demand, self._evaluated = unbounded, {}
         return best_moves(self._snapshot, demand, self._placed, self._roughly)
@@ -166,7 +166,7 @@ class _Problem:
             topology=way.topology.name,
             neighbours=way.topology.links,
             exchange_seconds=way.seconds,
-            slice_seconds=demand.slice_seconds,
+            slice_seconds=demand.longest_slice(self.placed.snapshot.by_name[name] for name in named),
             seed=demand.seed,
             sent_share=share_of(snapshot, demand),
             evaluate_every=demand.evaluate_every,
@@ -176,12 +176,27 @@ class _Problem:
             isolation={region.name: region.isolation for region in snapshot.regions if region.name in named},
             learning=self._learning(evaluated, place, limits),
         )
-        return replace(
-            plan,
-            estimate=estimate(plan, snapshot, self.ways.links, way.topology),
-            warnings=_warnings_of(plan, demand, snapshot),
-            alternatives=alternatives(self.search, self.fronts, self.ways, evaluated, place, demand, limits),
-        )
+
+        return self._explained(plan, evaluated, place, demand, limits)
+
+    def _explained(
+        self, plan: Plan, evaluated: EvaluatedPlans, place: PlanIndex, demand: Demand, limits: PlanCriteria
+    ) -> Plan:
+        """Return a plan with its estimate, slice, warnings and alternatives."""
+        snapshot, topology = self.placed.snapshot, self.ways.each[evaluated.ways[place.way]].topology
+
+        def predicted(other: Plan) -> Plan:
+            return replace(other, estimate=estimate(other, snapshot, self.ways.links, topology))
+
+        slices: tuple[Alternative, ...] = ()
+        chosen = usual = predicted(replace(plan, warnings=_warnings_of(plan, demand, snapshot)))
+        if demand.slice_seconds is None:
+            chosen, slices = chosen_slice(usual, demand, predicted)
+        if not demand.explained:
+            return chosen
+        told = alternatives(self.search, self.fronts, self.ways, evaluated, place, demand, limits)
+        of_parts = alternatives_of_parts(usual, snapshot, demand, predicted)
+        return replace(chosen, alternatives=(*told, *of_parts, *slices))
 
     def _learning(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> Learning:
         measured = self.search.evaluation.measured_noise
@@ -219,7 +234,7 @@ class _SharedWays:
     def of(self, demand: Demand) -> _KnownWays:
         """Return the ways that are known, to which others may be added."""
         wanted = replace(
-            demand, batch=1, least_batch=None, minimise="cost", deadline_seconds=None, budget_usd=None
+            demand, batch=1, least_batch=None, minimise="cost", deadline_seconds=None, budget_usd=None, explained=True
         )  # fmt: skip
         if wanted != self._demand:
             self._demand, self._known = wanted, {}
@@ -261,7 +276,7 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = No
         [front.figures for front in fronts],
         [part.samples for part in parts],
         ways,
-        occasion_of(shards, placed.copies, demand.slice_seconds, snapshot),
+        occasion_of(shards, placed.copies, demand.longest_slice(regions), snapshot),
         demand,
         noise_samples(snapshot.profiles.values()),
     )
@@ -610,12 +625,13 @@ def _unfit(region: Region, configured: RegionConfigurations, snapshot: Snapshot,
                 "lower function.memoryMb",
             )
         )
-    if capacity.slice_seconds is not None and demand.slice_seconds > capacity.slice_seconds:
+    asked = demand.slice_seconds
+    if capacity.slice_seconds is not None and asked is not None and asked > capacity.slice_seconds:
         text = f"the platform of region {name} ends functions, so that a slice has at most {capacity.slice_seconds:g} s"
         reasons.append(
             Reason(
                 "LIMIT_EXCEEDED",
-                f"{text}, {demand.slice_seconds:g} s are asked for",
+                f"{text}, {asked:g} s are asked for",
                 f"lower function.slice to {capacity.slice_seconds:g}s, or keep the region out with regions.avoid",
             )
         )

@@ -6,7 +6,7 @@ from datetime import datetime
 
 from control_plane._durations import parse_duration
 from control_plane.spec._model import JobSpec
-from control_plane.spec.sections import GUARD
+from control_plane.spec.sections import GUARD, LONGEST_SLICE
 from scheduler import ClientDemand, Demand, Plan
 from sync.codec import codec_named
 from sync.robust import QUARANTINE_ROUNDS, ROBUST_SETTING
@@ -43,7 +43,8 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         memory_mb=_count(spec.function.memory_mb),
         gpus=_count(spec.function.gpus),
         sharded=spec.function.sharding != "none",
-        slice_seconds=spec.function.slice.total_seconds(),
+        slice_seconds=None if spec.function.slice == "auto" else spec.function.slice.total_seconds(),
+        most_slice_seconds=LONGEST_SLICE.total_seconds(),
         balance=spec.train.balance,
         interval=_interval(spec),
         collective=_fixed(spec.collective),

@@ -4,6 +4,7 @@ from scheduler.pipeline._evaluate import evaluate
 from scheduler.pipeline._event_simulation import played
 from scheduler.pipeline._explain import cuts_of, explain
 from scheduler.pipeline._model import (
+    ORDERS,
     Cut,
     FunctionSize,
     Hop,
@@ -22,6 +23,7 @@ from scheduler.pipeline._model import (
 from scheduler.pipeline._planner import cheapest, fastest, front, uniform, ways_of
 
 __all__ = [
+    "ORDERS",
     "Cut",
     "FunctionSize",
     "Hop",

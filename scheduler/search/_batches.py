@@ -103,15 +103,20 @@ class BatchPlanner:
         """Return the best plan of all batches; if none has one, the refusal that is nearest to a plan."""
         least = self._tried.batches[0]
         found = {
-            batch: one.plan(replace(demand, batch=batch, least_batch=least, chooses_batch=True))
+            batch: one.plan(replace(demand, batch=batch, least_batch=least, chooses_batch=True, explained=False))
             for batch, one in self._by_batch.items()
         }
         plans = {batch: answer for batch, answer in found.items() if isinstance(answer, Plan)}
         if not plans:
             return min((answer for answer in found.values() if isinstance(answer, Declined)), key=_distance)
         order = sorted(plans, key=lambda batch: (not plans[batch].learning.tolerated, plans[batch].learning.score))
-        chosen = plans[order[0]]
         others = tuple(self._others(order, found, demand))
+        chosen = plans[order[0]]
+        if demand.explained:
+            asked = replace(demand, batch=order[0], least_batch=least, chooses_batch=True)
+            explained = self._by_batch[order[0]].plan(asked)
+            assert isinstance(explained, Plan)
+            chosen = explained
         return replace(chosen, batches=self._tried.batches, alternatives=(*others, *chosen.alternatives))
 
     def _others(

@@ -6,7 +6,7 @@ and ways to exchange.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -104,7 +104,10 @@ class PlanEvaluation:
     ) -> None:
         """``figures``: by region, `Staffs.figures` of its configurations, shape (figures, configurations).
         ``samples``: of each region's shards. ``noise``: the measured noise scale in samples."""
-        self.ways, self.demand = ways, demand
+        self.useful_ways, self.demand = _undominated(ways), demand
+        self.ways, self.least_ways = _with_least(ways, self.useful_ways)
+        """``least_ways``: one that waits and one that does not, each of which is no worse than any useful one in any
+        respect: what plans take at least."""
         self._occasion, self.measured_noise, self._noise = occasion, noise, noise or PRIOR_NOISE_SAMPLES
         self.sizes = np.array([own.shape[1] for own in figures])
         # What all configurations of each region have in common is held once: of many regions that is most of all.
@@ -121,7 +124,6 @@ class PlanEvaluation:
         self.samples = np.array(samples, float)
         self.least_samples = float(self.configured.step_samples.min(axis=1).sum())
         self._compared_samples = self.least_samples * (demand.least_batch or demand.batch) / demand.batch
-        self.useful_ways = _undominated(ways)
         wanted = policy_of(demand).interval_steps
         self._usual = demand.interval or wanted or USUAL_INTERVAL
         free = demand.interval is None and wanted is None
@@ -179,11 +181,13 @@ class PlanEvaluation:
         figures, regions, most = self._others[1].shape
         at = np.arange(regions)[:, None] * most + choice.T
         chosen = self._others[1].reshape(figures, regions * most).take(at, axis=1)
-        # Each region's figures lie together, as in `Staffs.of`.
-        common = np.repeat(self._common[1], len(choice), axis=2)
-        return self._staffs(np.swapaxes(common, 1, 2), np.swapaxes(chosen, 1, 2))
+        # Each region's figures lie together, as in `Staffs.of`. Of overheads only the largest is asked for, which one
+        # row tells for all staffings.
+        each = self._common[0] < Staffs.first_overhead()
+        common = [*np.repeat(self._common[1][each], len(choice), axis=2), *self._common[1][~each]]
+        return self._staffs([figure.T for figure in common], np.swapaxes(chosen, 1, 2))
 
-    def _staffs(self, common: Floats, others: Floats) -> Staffs:
+    def _staffs(self, common: Iterable[Floats], others: Iterable[Floats]) -> Staffs:
         """Return staffings of figures of both kinds, each of shape (figures, ...)."""
         numbers = [*self._common[0].tolist(), *self._others[0].tolist()]
         figures = dict(zip(numbers, [*common, *others], strict=True))
@@ -235,7 +239,8 @@ class PlanEvaluation:
         else:
             # All regions make the same epochs.
             passes = self.samples / staffs.step_samples
-            total, shares = epochs * passes.max(axis=1), passes / passes.max(axis=1)[:, None]
+            most = passes.max(axis=1)
+            total, shares = epochs * most, passes / most[:, None]
         if demand.clients is not None:
             # A step is a round of clients, of which all regions make the same number.
             shares = np.ones_like(shares)
@@ -278,6 +283,24 @@ def off_points(rounds: Floats, steps: Floats, total: Floats, shares: Floats) -> 
 def off_share(rounds: Floats, steps: Floats, asked: Floats) -> Floats:
     """Return the share by which steps differ from what is asked, beyond one step."""
     return np.asarray(np.maximum(0.0, np.abs(rounds * steps - asked) - 1.0) / asked)
+
+
+def _with_least(ways: Ways, useful: tuple[int, ...]) -> tuple[Ways, tuple[int, ...]]:
+    """Return the figures of ways with those of one more of each kind, and the numbers of these."""
+    its, own = ways.figures, np.array(useful)
+    groups = [own[its.background[own] == background] for background in (False, True)]
+    groups = [group for group in groups if len(group)]
+
+    def added(figures: Any, best: Any) -> Any:
+        return np.concatenate([figures, [best(figures[group]) for group in groups]])
+
+    figures = {field.name: added(getattr(its, field.name), np.min) for field in fields(its)}
+    figures["links"] = added(its.links, np.max)
+    count = len(ways.each)
+    extended = replace(
+        ways, figures=replace(its, **figures), coding=added(ways.coding, np.min), lossy=added(ways.lossy, np.min)
+    )
+    return extended, tuple(range(count, count + len(groups)))
 
 
 def _undominated(ways: Ways) -> tuple[int, ...]:

@@ -95,6 +95,9 @@ class PlanSearch:
     def __init__(self, evaluation: PlanEvaluation, spread: Spread, only: Ints | None = None) -> None:
         """``spread``: the upper bounds of what plans are expected to take. ``only``: the one staffing that is tried."""
         self.evaluation, self._staffings, self._spread = evaluation, Staffings(evaluation, only), spread
+        self._found: dict[PlanCriteria, tuple[EvaluatedPlans, PlanIndex] | None] = {}
+        self._scores: dict[PlanCriteria, dict[bytes, float]] = {}
+        """By staffing, the best score of all intervals and ways, of those that were evaluated with all."""
 
     # What can be asked
 
@@ -105,8 +108,10 @@ class PlanSearch:
 
     def best(self, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
         """Return the best plan within the limits; None: no plan keeps them."""
-        careful = limits.progress and not limits.possible and self.may_be_careful
-        return (careful and self._best(replace(limits, careful=True))) or self._best(limits)
+        if limits not in self._found:
+            careful = limits.progress and not limits.possible and self.may_be_careful
+            self._found[limits] = (careful and self._best(replace(limits, careful=True))) or self._best(limits)
+        return self._found[limits]
 
     @property
     def may_be_careful(self) -> bool:
@@ -218,7 +223,7 @@ class PlanSearch:
 
     def _starts(self, limits: PlanCriteria) -> list[tuple[EvaluatedPlans, PlanIndex]]:
         """Return the best plans of the paces that were tried, each with another staffing."""
-        score = np.where(self.allowed(self.paces, limits), self.score(self.paces, limits), np.inf)
+        score = self._scored(self.paces, limits)
         by_staff = score.reshape(len(score), -1)
         order = by_staff.min(axis=1).argsort(kind="stable")[:_MOST_STARTS]
         return [
@@ -281,7 +286,7 @@ class PlanSearch:
             return None
         present = int(evaluated.intervals[place.interval]), (evaluated.ways[place.way],)
         rough = self.evaluation.evaluate(others, *present, roughly=True)
-        score = np.where(self.allowed(rough, limits), self.score(rough, limits), np.inf)[:, 0, 0]
+        score = self._scored(rough, limits)[:, 0, 0]
         order = score.argsort(kind="stable")
         best = self.score_of(evaluated, place, limits)
         helps = others[order[: np.count_nonzero(score < best)][:_MOST_JOINED]]
@@ -303,21 +308,38 @@ class PlanSearch:
 
     def _better(self, others: Ints, than: float, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
         """Return the best of some staffings, each with all intervals and ways; None: none has a better score."""
+        known = self._scores.setdefault(limits, {})
+        rows = [row.tobytes() for row in others]
+        if not limits.possible:
+            # Plans that are chosen by other limits start from all that were evaluated for what is possible.
+            left = np.array([known.get(row, -math.inf) < than for row in rows])
+            ways, least_ways = self.evaluation.useful_ways, self.evaluation.least_ways
+            # A way takes as long as a region: with many regions bounds would hardly take less time.
+            if left.any() and len(ways) > len(least_ways) + len(self.evaluation.sizes):
+                least = self._scored(self.evaluation.evaluate(others[left], ways=least_ways), limits)
+                left[left] = least.min(axis=(1, 2)) < than
+            others, rows = others[left], [row for row, stays in zip(rows, left.tolist(), strict=True) if stays]
+            if not len(others):
+                return None
         whole = self.evaluation.evaluate(others)
-        found = self._picked(whole, limits)
-        if found is None or self.score_of(whole, found, limits) >= than - _LEAST_GAIN:
-            return None
-        return whole, found
+        score = self._scored(whole, limits)
+        known.update(zip(rows, score.min(axis=(1, 2)).tolist(), strict=True))
+        found = PlanIndex(*(int(n) for n in np.unravel_index(score.argmin(), score.shape)))
+        best = float(score[found.staff, found.interval, found.way])
+        return (whole, found) if best < than - _LEAST_GAIN else None
+
+    def _scored(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> Floats:
+        """Return the objective of every plan; infinite where it is not allowed."""
+        return np.where(self.allowed(evaluated, limits), self.score(evaluated, limits), np.inf)
 
     def score_of(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> float:
         return float(self.score(evaluated, limits)[place.staff, place.interval, place.way])
 
     def _picked(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> PlanIndex | None:
         """Return the best of some plans; None: none keeps the limits."""
-        allowed = self.allowed(evaluated, limits)
-        if not allowed.any():
+        score = self._scored(evaluated, limits)
+        if not (score < np.inf).any():
             return None
-        score = np.where(allowed, self.score(evaluated, limits), np.inf)
         return PlanIndex(*(int(n) for n in np.unravel_index(score.argmin(), score.shape)))
 
     def allowed(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> Bools:

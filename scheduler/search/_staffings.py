@@ -100,7 +100,7 @@ class Staffings:
         counts = np.unique(each[first])
         if len(counts) * len(self._of.intervals) * each.size > MOST_FIGURES:
             return np.empty((0, len(choice)), np.int64)
-        found, prices = [choice], [logarithm(usd) for usd in self._priced(staffs, pace)]
+        found, prices = [choice[None, :]], [logarithm(usd) for usd in self._priced(staffs, pace)]
         for most in counts:
             keeps = (seconds <= pace * (1 + 1e-9)) & (each <= most * (1 + 1e-9))
             keeps[first] &= each[first] == most
@@ -108,12 +108,11 @@ class Staffings:
                 continue
             of_most = total if self._of.demand.steps is not None else total * most / each[first, choice[first]]
             intervals, rounds = self._of.rounds(of_most, self._of.intervals)
-            for interval, count in zip(intervals[0], rounds[0], strict=True):
-                steps = np.maximum(1.0, np.round(interval * each / most))
-                off = off_share(count, steps, of_most * each / most)
-                worse = np.where(keeps, BEYOND_WORTH * OFF_POINTS * np.maximum(0.0, off - MOST_OFF), np.inf)
-                found += [(price + worse).argmin(axis=1) for price in prices]
-        return np.unique(np.array(found), axis=0)
+            steps = np.maximum(1.0, np.round(intervals[0][:, None, None] * each / most))
+            off = off_share(rounds[0][:, None, None], steps, of_most * each / most)
+            worse = np.where(keeps, BEYOND_WORTH * OFF_POINTS * np.maximum(0.0, off - MOST_OFF), np.inf)
+            found += [(price + worse).argmin(axis=2) for price in prices]
+        return np.unique(np.concatenate(found), axis=0)
 
     def changed(self, choice: Ints) -> Ints:
         """Return a staffing with the configuration of one region changed, in every way; none if these are many."""

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from control_plane.store import Change, RunRow, open_store
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import common_pb2
 from tests.control_plane.conftest import Stage, staged
-from tests.control_plane.fake_agent import profile_of
+from tests.control_plane.fake_agent import catalogue, profile_of
 
 
 def on_a_loop(test: Callable[[ServeConfig, Path], Coroutine[Any, Any, None]]) -> Callable[[ServeConfig, Path], None]:
@@ -40,8 +41,8 @@ async def profiled(stage: Stage, job_file: Path, request_id: str = "p1", overrid
     return [progress async for progress in stage.client.profile(loaded.json, digest, request_id)]
 
 
-async def plan(stage: Stage, job_file: Path) -> Any:
-    return json.loads((await stage.client.plan(load(job_file).json)).plan_json)
+async def plan(stage: Stage, job_file: Path, overrides: tuple[str, ...] = ()) -> Any:
+    return json.loads((await stage.client.plan(load(job_file, overrides).json)).plan_json)
 
 
 @pytest.mark.slow
@@ -86,6 +87,60 @@ async def test_a_plan_after_a_profile_rests_on_what_was_measured(serve_config: S
         assert ran["estimate"]["basis"] == "measured"
         assert ran["partitions"][0]["samples_per_second"] == 391.0
         assert "based on   earlier runs of this task" in plan_text(ran)
+
+
+def layered(region: str) -> dict[str, Any]:
+    """The profile of a model that can be cut."""
+    layer = {
+        "kind": "Linear", "parameter_bytes": 2e7, "state_bytes": 0.0, "activation_bytes": 2e5, "output_bytes": 1e5,
+        "forward_alpha_seconds": 0.001, "forward_beta_seconds": 0.002, "backward_alpha_seconds": 0.001,
+        "backward_beta_seconds": 0.004,
+    }  # fmt: skip
+    return profile_of(region) | {"layers": [{**layer, "name": str(number)} for number in range(4)], "layers_note": ""}
+
+
+@pytest.mark.slow
+@on_a_loop
+async def test_explain_tells_what_else_stages_and_chunks_could_be(serve_config: ServeConfig, job_file: Path) -> None:
+    async with staged(serve_config) as stage:
+        joined = await stage.agent("a")
+        joined.catalogue = replace(catalogue("a", 1000, 8), channel="redis")
+        async with joined as agent:
+            asked = asyncio.create_task(profiled(stage, job_file))
+            command = await agent.command("profile")
+            agent.tell_profile(command.id, profile_json=json.dumps(layered("a")))
+            await asked
+            told = await plan(stage, job_file, ("parallelism={pipeline: {}}",))
+            decided = {one["decision"].split(" ")[0]: one for one in told["alternatives"]}
+            assert {"stages", "micro-batch", "recomputed", "replicas"} <= decided.keys()
+            for one in decided.values():
+                assert " s and $" in one["text"]
+                assert one["why_not"]
+            assert decided["stages"]["decision"] in plan_text(told)
+            chunks = await plan(stage, job_file, ("advanced.collective=k-reduce", "train.workers=6"))
+            others = [one for one in chunks["alternatives"] if one["decision"].startswith("K ")]
+            assert len(others) == 2
+            assert all(" s and $" in one["text"] for one in others)
+
+
+@pytest.mark.slow
+@on_a_loop
+async def test_a_job_runs_with_the_slice_that_its_plan_has_chosen(serve_config: ServeConfig, job_file: Path) -> None:
+    async with staged(serve_config) as stage, await stage.agent("a") as agent:
+        asked = asyncio.create_task(profiled(stage, job_file))
+        command = await agent.command("profile")
+        agent.tell_profile(command.id, profile_json=json.dumps(profile_of("a") | {"again_seconds": 1.0}))
+        await asked
+        long = ("train.end={epochs: 3000}",)
+        told = await plan(stage, job_file, long)
+        chosen = told["slice_seconds"]
+        assert 30.0 < chosen < 600.0
+        others = [one for one in told["alternatives"] if one["decision"] == f"slice {chosen:g} s"]
+        assert len(others) == 2
+        assert f"slice {chosen:g} s" in plan_text(told)
+        assert (await plan(stage, job_file, (*long, "function.slice=45s")))["slice_seconds"] == 45.0
+        await stage.submit(job_file, overrides=long)
+        assert (await agent.command("start")).plan.slice_seconds == chosen
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def errors_of(path: Path, text: str, *overrides: str) -> list[str]:
 def test_a_good_file_is_normalised(job_file: Path) -> None:
     loaded = load(job_file, ["wan.interval=5", "regions.use=[b, a]", "objective.deadline=2h"])
     assert parse_json(loaded.json) == loaded.spec
-    assert json.loads(loaded.json)["function"] == {"memoryMb": "auto", "gpus": 1, "sharding": "none", "slice": "30s"}
+    assert json.loads(loaded.json)["function"] == {"memoryMb": "auto", "gpus": 1, "sharding": "none", "slice": "auto"}
     assert loaded.folder == job_file.parent
     demand = to_demand(loaded.spec, "j", NOW)
     assert (demand.interval, demand.use, demand.deadline_seconds, demand.steps) == (5, ("b", "a"), 7200.0, 4)

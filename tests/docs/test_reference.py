@@ -60,7 +60,7 @@ def test_every_key_has_a_row(write: Callable[[], str], model: type[BaseModel]) -
         "| `regions.use` | list of strings | `[]` |",
         "| `advanced.wan.exchange` | `auto`, `synchronous`, `background` | `auto` |",
         "| `advanced.wan.interval` | `auto` or integer 1 to 2^31 - 1 | `auto` |",
-        "| `function.slice` | string, like `30s`, `10m`, `1h30m` | `30s` |",
+        "| `function.slice` | `auto` or string, like `30s`, `10m`, `1h30m` | `auto` |",
         "| `capacity.memoryMb` | integer ≥ 128 | 2048 |",
         "| `datasets.NAME.splits.NAME.samples` | integer ≥ 0 | – |",
         "| `gateway.caFile` | path | – |",

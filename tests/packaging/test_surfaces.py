@@ -96,6 +96,7 @@ SURFACES = {
         "evaluate_topologies",
     },
     "scheduler.pipeline": {
+        "ORDERS",
         "StageChannel",
         "Cut",
         "FunctionSize",

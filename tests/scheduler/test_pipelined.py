@@ -266,3 +266,44 @@ def test_what_comes_last_is_merged_apart_but_where_requests_are_saved() -> None:
         assert cut is not None
         found[name] = cut.problem.merges_apart
     assert found == {"redis": True, "s3": False}
+
+
+def test_stages_and_replicas_are_chosen_together_and_each_decision_tells_what_else_there_was() -> None:
+    """The function sizes that hold more layers in fewer stages, too; none is forbidden by what a step costs alone."""
+    there_is = snapshot(900.0, memory_mb=3072)
+    asked = demand(parallelism="pipeline", minimise="time")
+    found = planned(there_is, asked)
+    number = len(cut(found)[0].pipeline.stages)  # type: ignore[union-attr]
+    told: dict[str, list[tuple[str, str]]] = {}
+    for one in found.alternatives:
+        told.setdefault(one.decision.split()[0], []).append((one.text, one.why_not))
+    for decision in ("replicas", "stages", "memory", "micro-batch"):
+        assert len(told[decision]) == 2, decision
+        assert all(" s and $" in text and why for text, why in told[decision])
+    assert [text.split(" ")[0] for text, _ in told["activations"]] == ["bf16"]
+    assert {"recomputed", "order"} <= told.keys()
+    for other in {1, 2, 3, 4} - {number}:
+        beside = plan(there_is, replace(asked, stages=other))
+        if isinstance(beside, Plan) and beside.learning.points <= asked.tolerance:
+            assert beside.estimate.seconds.expected >= 0.99 * found.estimate.seconds.expected
+    fixed = planned(there_is, replace(asked, stages=number, activations="fp32"))
+    named = {one.decision.split()[0] for one in fixed.alternatives}
+    assert not {"stages", "activations"} & named
+    assert "micro-batch" in named
+
+
+def test_the_time_told_of_another_micro_batch_is_that_of_a_plan_with_it() -> None:
+    found = planned(snapshot(900.0, memory_mb=3072), demand(parallelism="pipeline", stages=3, workers=3))
+    own = cut(found)[0].pipeline
+    assert own is not None
+    (told, _) = (one for one in found.alternatives if one.decision.startswith("micro-batch"))
+    seconds = float(told.text.split(": ")[1].split(" s")[0])
+    there_is = snapshot(900.0, memory_mb=3072)
+    one = staged(there_is.regions[0], there_is, demand(parallelism="pipeline", stages=3, workers=3))
+    assert one is not None
+    size = int(told.text.split(" ")[0])
+    (shape,) = (s for v in one.variants(1) if v.problem.micro_batches == (size,) for s in [v.shape(1)])
+    assert shape.micro_batch == size != own.micro_batch
+    steps = found.rounds * max(part.steps_per_round for part in found.partitions)
+    more = steps * (shape.step_seconds - own.step_seconds)
+    assert seconds == pytest.approx(found.estimate.seconds.expected + more, abs=1.0)

@@ -135,3 +135,51 @@ def test_merges_of_earlier_runs_mend_what_is_predicted() -> None:
     assert same == told
     assert learned is not None
     assert learned > 1.2 * told
+
+
+def test_a_plan_tells_what_other_numbers_of_chunks_would_take() -> None:
+    there_is = snapshot(profile("a"), profile("b"))
+    regions = tuple(replace(one, capacity=Capacity(12, 3072)) for one in there_is.regions)
+    asked = demand(workers=6, collective="k-reduce")
+    found = planned(replace(there_is, regions=regions), asked)
+    k = int(found.merging["k"])
+    told = [one for one in found.alternatives if one.decision == f"K {k}"]
+    assert len(told) == 2
+    for one in told:
+        other = int(one.text.split(":")[0])
+        fixed = planned(
+            replace(there_is, regions=regions),
+            replace(asked, merging={"k": float(other)}, memory_mb=found.partitions[0].memory_mb),
+        )
+        assert other != k
+        assert f" {fixed.estimate.seconds.expected:.0f} s" in one.text
+        assert "slower" in one.why_not
+    fixed = planned(replace(there_is, regions=regions), replace(asked, merging={"k": 2.0}))
+    assert not [one for one in fixed.alternatives if one.decision.startswith("K ")]
+
+
+@pytest.mark.parametrize(("again", "slice_seconds"), [(0.1, 30.0), (3.0, 300.0)])
+def test_the_slice_is_longer_only_where_starts_make_that_worth_it(again: float, slice_seconds: float) -> None:
+    profiles = (replace(profile(name), again_seconds=again) for name in "ab")
+    there_is, asked = snapshot(*profiles), demand(workers=2, epochs=300.0, slice_seconds=None)
+    found = planned(there_is, asked)
+    assert found.slice_seconds == slice_seconds
+    least = planned(there_is, replace(asked, slice_seconds=600.0)).estimate.usd.expected
+    assert least <= found.estimate.usd.expected <= 1.005 * least
+    told = [one for one in found.alternatives if one.decision == f"slice {slice_seconds:g} s"]
+    assert [one.text.split(":")[0] for one in told] == (["60 s", "600 s"] if again < 1.0 else ["600 s", "30 s"])
+    for one in told:
+        fixed = planned(there_is, replace(asked, slice_seconds=float(one.text.split(" ")[0])))
+        assert f": {fixed.estimate.seconds.expected:.0f} s and $" in one.text
+        assert not [other for other in fixed.alternatives if other.decision.startswith("slice")]
+
+
+def test_a_slice_that_keeps_a_deadline_is_chosen_and_none_is_longer_than_a_platform_lets_it() -> None:
+    there_is, asked = snapshot(profile("a"), profile("b")), demand(workers=2, epochs=300.0, slice_seconds=None)
+    usual = planned(there_is, asked)
+    longest = planned(there_is, replace(asked, slice_seconds=600.0))
+    between = (longest.estimate.seconds.high + usual.estimate.seconds.high) / 2
+    assert planned(there_is, replace(asked, deadline_seconds=between)).slice_seconds > 30.0
+    capacity = replace(there_is.regions[0].capacity, slice_seconds=20.0)
+    limited = replace(there_is, regions=(replace(there_is.regions[0], capacity=capacity), there_is.regions[1]))
+    assert planned(limited, asked).slice_seconds == 20.0

@@ -132,7 +132,7 @@ def _task(
         usd_per_gb_second=prices.function_usd_per_gb_second,
         usd_per_call=prices.function_usd_per_request,
         server_usd_per_hour=prices.server_usd_per_hour,
-        slice_seconds=demand.slice_seconds,
+        slice_seconds=demand.longest_slice([region]),
         usd_per_second=region.worker_devices(demand.gpus) * prices.device_usd_per_second,
     )
     return tuning_task(

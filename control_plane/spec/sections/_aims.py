@@ -122,15 +122,16 @@ class Function(Section):
     """Whether the GPUs of a worker hold the whole model each (`none`), or a part of parameters, gradients and optimiser
     state each (`fsdp`), for a model that one cannot hold. `fsdp` needs `gpus` above 1, or `auto`, and one worker in a
     region, `train.workers: 1` (docs/job-file.md#a-model-that-one-gpu-cannot-hold)."""
-    slice: Duration = timedelta(seconds=30)
+    slice: Literal["auto"] | Duration = "auto"
     """An invocation ends at the first step boundary after this time, and the next one continues; `10m` at most, since
-    workers' tokens are valid for 15 minutes. An invocation that has not answered 120 s later is ended and called again;
-    the third in a row fails the job: a step must not take longer."""
+    workers' tokens are valid for 15 minutes. `auto`: `30s`, or less where a platform ends functions sooner; more only
+    if that saves over 0.5 % of what `objective` minimises, or keeps a limit. An invocation that has not answered 120 s
+    later is ended and called again; the third in a row fails the job: a step must not take longer."""
 
     @field_validator("slice")
     @classmethod
-    def _within_a_tokens_life(cls, value: timedelta) -> timedelta:
-        if not timedelta(0) < value <= LONGEST_SLICE:
+    def _within_a_tokens_life(cls, value: timedelta | str) -> timedelta | str:
+        if isinstance(value, timedelta) and not timedelta(0) < value <= LONGEST_SLICE:
             raise ValueError(f"give a duration of at most {format_duration(LONGEST_SLICE)}")
         return value
 
