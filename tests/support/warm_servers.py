@@ -20,6 +20,7 @@ from pathlib import Path
 
 import setproctitle
 from support.failpoints import die_at
+from support.warm_zygotes import ENVIRONMENT, fork_zygotes
 
 __all__ = ["ServerProcess", "WarmServers"]
 
@@ -29,18 +30,18 @@ _POLL_SECONDS = 0.005
 class WarmServers:
     """A context manager; what it has forked ends with it."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, zygotes: bool = False) -> None:
         """``modules``: what the parent imports. Those that run have `main`, and `FAILPOINTS` where they have more of
-        them than operations on files. None given: parameter servers."""
-        self._modules = modules or ("sync.ps.__main__",)
+        them than operations on files. None given: parameter servers. ``zygotes``: it loads what zygotes need, too."""
+        self._modules, self._zygotes = modules or ("sync.ps.__main__",), zygotes
 
     def __enter__(self) -> WarmServers:
         path = os.pathsep.join(path for path in sys.path if path)
         self._folder = tempfile.TemporaryDirectory()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.warm_servers", self._folder.name, *self._modules],
+            [sys.executable, "-m", "support.warm_servers", self._folder.name, *["--zygotes"][: self._zygotes], *self._modules],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, **ENVIRONMENT},
         )  # fmt: skip
         return self
 
@@ -185,11 +186,15 @@ def main() -> int:
     setproctitle.getproctitle()
     gc.disable()
     # What it imports is what the forked processes need not.
-    for module in sys.argv[2:]:
+    folder, *modules = sys.argv[1:]
+    if modules[0] == "--zygotes":
+        modules = modules[1:]
+        fork_zygotes()
+    for module in modules:
         importlib.import_module(module)
     gc.enable()
     gc.freeze()
-    return _serve(_await_child(Path(sys.argv[1])))
+    return _serve(_await_child(Path(folder)))
 
 
 if __name__ == "__main__":
