@@ -20,11 +20,12 @@ from pathlib import Path
 
 import setproctitle
 from support.failpoints import die_at
-from support.warm_zygotes import ENVIRONMENT, fork_zygotes
 
 __all__ = ["ServerProcess", "WarmServers"]
 
 _POLL_SECONDS = 0.005
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""Libraries of numbers start no threads, which forked processes would lack."""
 
 
 class WarmServers:
@@ -33,15 +34,16 @@ class WarmServers:
     def __init__(self, *modules: str, zygotes: bool = False) -> None:
         """``modules``: what the parent imports. Those that run have `main`, and `FAILPOINTS` where they have more of
         them than operations on files. None given: parameter servers. ``zygotes``: it loads what zygotes need, too."""
-        self._modules, self._zygotes = modules or ("sync.ps.__main__",), zygotes
+        self._modules = modules or ("sync.ps.__main__",)
+        self._options = ("--zygotes",) if zygotes else ()
 
     def __enter__(self) -> WarmServers:
         path = os.pathsep.join(path for path in sys.path if path)
         self._folder = tempfile.TemporaryDirectory()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.warm_servers", self._folder.name, *["--zygotes"][: self._zygotes], *self._modules],
+            [sys.executable, "-m", "support.warm_servers", self._folder.name, *self._options, *self._modules],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path, **ENVIRONMENT},
+            env={**os.environ, "PYTHONPATH": path, **_ONE_THREAD},
         )  # fmt: skip
         return self
 
@@ -147,10 +149,13 @@ def _serve(line: str) -> int:
 
 def _reap(serials: dict[int, int], folder: Path) -> None:
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            pid, status = ended
-            (folder / "next").write_text(str(os.waitstatus_to_exitcode(status)))
+        # How it has ended is told while its process ID is taken: who sees that it is gone knows the status.
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            pid = ended.si_pid
+            status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            (folder / "next").write_text(str(status))
             (folder / "next").replace(folder / str(serials.pop(pid)))
+            os.waitpid(pid, 0)
 
 
 def _await_child(folder: Path) -> str:
@@ -188,6 +193,8 @@ def main() -> int:
     # What it imports is what the forked processes need not.
     folder, *modules = sys.argv[1:]
     if modules[0] == "--zygotes":
+        from support.warm_zygotes import fork_zygotes
+
         modules = modules[1:]
         fork_zygotes()
     for module in modules:

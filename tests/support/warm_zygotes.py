@@ -15,17 +15,15 @@ import setproctitle
 
 from region_agent.gateway.embedded.replicas import zygote, zygote_link
 
-__all__ = ["ENVIRONMENT", "PRELOAD", "fork_zygotes"]
+__all__ = ["fork_zygotes"]
 
-PRELOAD = ("numpy", "torch", "region_agent.worker.handler")
+_PRELOAD = ("numpy", "torch", "region_agent.worker.handler")
 """What zygotes of agents load."""
-ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""Of the process that loads it, as of a zygote that is executed."""
 
 
 def fork_zygotes() -> None:
     """Load what they need, and have all gateways that are forked from this process fork their zygotes."""
-    for module in PRELOAD:
+    for module in _PRELOAD:
         importlib.import_module(module)
     zygote_link._execute = _fork  # type: ignore[assignment]
 
