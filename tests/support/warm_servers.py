@@ -67,15 +67,16 @@ class WarmServers:
 
     def run(
         self, module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None,
-        *, dies_at: int = -1,
+        *, dies_at: int = -1, network: Path | None = None,
     ) -> ServerProcess:  # fmt: skip
         """Run the main function of a module. Its output goes to the end of ``log``. ``environment``: None: the
-        parent's."""
+        parent's. ``network``: file of the network namespace that it enters."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         request = {
             "module": module, "argv": list(argv), "log": str(log), "dies_at": dies_at, "cwd": os.getcwd(),
+            "network": network and str(network),
             "environment": None if environment is None else dict(environment),
         }  # fmt: skip
         stdin.write(json.dumps(request) + "\n")
@@ -137,6 +138,11 @@ def _serve(line: str) -> int:
     for descriptor, to in enumerate((nothing, told, told)):
         os.dup2(to, descriptor)
     os.chdir(request["cwd"])
+    if request["network"] is not None:
+        from deploy.emulator._namespaces import enter
+
+        with open(request["network"]) as namespace:
+            enter(namespace.fileno())
     if request["environment"] is not None:
         os.environ.clear()
         os.environ.update(request["environment"])

@@ -1,5 +1,5 @@
 """Zygotes that are forked from their gateways, which have torch in memory: to load it takes seconds of every region's
-start. Gateways that tests start by themselves execute theirs."""
+start. Gateways that tests start by themselves execute theirs, and those for which Python is to start otherwise."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import os
 import signal
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import setproctitle
 
@@ -25,10 +27,16 @@ def fork_zygotes() -> None:
     """Load what they need, and have all gateways that are forked from this process fork their zygotes."""
     for module in _PRELOAD:
         importlib.import_module(module)
-    zygote_link._execute = _fork  # type: ignore[assignment]
+    zygote_link._execute = _fork
 
 
-async def _fork(command: Sequence[str], link: int) -> _Forked:
+_execute = zygote_link._execute
+
+
+async def _fork(command: Sequence[str], link: int) -> Any:
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if any(folder and Path(folder, "sitecustomize.py").exists() for folder in folders):
+        return await _execute(command, link)
     reading, writing = os.pipe()
     loop = asyncio.get_running_loop()
     pid = os.fork()
