@@ -48,16 +48,16 @@ _OWN_FEDERATIONS = tuple(
 _THREE_REGIONS = tuple(
     f"tests/e2e/test_{name}.py"
     for name in (
-        "compile", "dashboard", "deletion", "differential_privacy", "federated_methods", "goal", "initial_model", "kept_models",
-        "probing", "secure_aggregation", "survival", "sweep", "task_folders",
+        "compile", "dashboard", "deletion", "differential_privacy", "federated_methods", "goal", "initial_model",
+        "kept_models", "probing", "secure_aggregation", "survival", "sweep", "task_folders",
     )
 )  # fmt: skip
 _NORTH_AND_REDIS = tuple(
     f"tests/e2e/test_{name}.py"
     for name in ("chosen_batch", "collectives", "errors", "logs", "odd_messages", "profile")
 )  # fmt: skip
-"""Of the federations in tests/e2e/conftest.py, each of which is started once in a group. Other end-to-end tests use that
-of two regions whose channel is files."""
+"""Of the federations in tests/e2e/conftest.py, each of which is started once in a group. Other end-to-end tests use
+that of two regions whose channel is files."""
 _MACHINE, _OF_THREE, _OF_TWO = "the machine", "federations of three regions", "federations of two regions"
 _OF_OTHERS = "federations in the north and with a redis-server"
 _LONG = (
