@@ -17,7 +17,11 @@ import setproctitle
 
 from region_agent.gateway.embedded.replicas import zygote, zygote_link
 
-__all__ = ["fork_zygotes"]
+__all__ = ["EXECUTED", "fork_zygotes"]
+
+EXECUTED = "GEOFED_TEST_ZYGOTES_EXECUTED"
+"""Variable of daemons whose zygotes are executed: for tests of how long parts of a step take, in a process that is like
+that of a user."""
 
 _PRELOAD = ("numpy", "torch", "region_agent.worker.handler")
 """What zygotes of agents load."""
@@ -35,7 +39,7 @@ _execute = zygote_link._execute
 
 async def _fork(command: Sequence[str], link: int) -> Any:
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if any(folder and Path(folder, "sitecustomize.py").exists() for folder in folders):
+    if EXECUTED in os.environ or any(folder and Path(folder, "sitecustomize.py").exists() for folder in folders):
         return await _execute(command, link)
     reading, writing = os.pipe()
     loop = asyncio.get_running_loop()
