@@ -52,6 +52,8 @@ platform that replaces a function may route calls to the old one for a while."""
 _GRACE = timedelta(seconds=60)
 """Time beyond its limit in which an invocation may finish the present measurement, and those that every profile
 needs."""
+_MEMORY_RATE_SECONDS = 3600.0
+"""Time for which the machine's rate of fresh memory is used again. A virtual machine may move to another host."""
 _MAX_KEPT_ANSWERS = 8
 """Answers that are kept for repeated commands."""
 _MAX_COMMANDS = 16
@@ -104,6 +106,8 @@ class Profiler:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._answers: dict[str, agent_pb2.ProfileReport] = {}
         """The last report on each command, for repeated commands."""
+        self._measured_memory: tuple[float, float] | None = None
+        """When the rate of fresh memory was measured, and the rate in bytes/s."""
         self._clearing: asyncio.Task[None] | None = None
         if (context.state_dir / _MARKER).exists():
             self._clearing = background(self._clear_up_after_a_crash(), log_only)
@@ -190,7 +194,7 @@ class Profiler:
             # Measured before any function runs, since memory that was freed a moment ago is allocated faster.
             self._report_condition(command, "measuring disk and memory")
             aside, folder = time.monotonic(), self._context.state_dir
-            rates = await asyncio.to_thread(lambda: (durable_write_rate(folder), fresh_memory_rate()))
+            rates = await asyncio.to_thread(lambda: (durable_write_rate(folder), self._memory_rate()))
             begun += time.monotonic() - aside
             body = await self._with_data(command, body)
             profiles = [await self._at_memory(command, memory, body, meters) for memory in command.memories_mb]
@@ -200,6 +204,13 @@ class Profiler:
             meters.add_usage(usage)
             numbers = self._numbers(command, profiles, cold, asdict(costs), rates, meters)
             return agent_pb2.ProfileReport(profile_json=json.dumps(numbers))
+
+    def _memory_rate(self) -> float:
+        """Return the machine's rate of fresh memory. It takes seconds of CPU time, and is that of every task."""
+        now = time.monotonic()
+        if self._measured_memory is None or now - self._measured_memory[0] > _MEMORY_RATE_SECONDS:
+            self._measured_memory = now, fresh_memory_rate()
+        return self._measured_memory[1]
 
     async def _probed(self, command: agent_pb2.ProfileTask, meters: _Meters) -> agent_pb2.ProfileReport:
         """Probe a task. The size is reported as soon as it is known, since reading the data may take long, and fail."""

@@ -48,15 +48,20 @@ _OWN_FEDERATIONS = tuple(
 _THREE_REGIONS = tuple(
     f"tests/e2e/test_{name}.py"
     for name in (
-        "dashboard", "deletion", "differential_privacy", "federated_methods", "goal", "initial_model", "kept_models",
-        "probing", "secure_aggregation", "survival", "sweep", "task_folders",
+        "compile", "dashboard", "deletion", "differential_privacy", "federated_methods", "goal", "initial_model",
+        "kept_models", "probing", "secure_aggregation", "survival", "sweep", "task_folders",
     )
 )  # fmt: skip
-"""Of the federations in tests/e2e/conftest.py, each of which is started once. Other end-to-end tests use those of two
-regions."""
+_NORTH_AND_REDIS = tuple(
+    f"tests/e2e/test_{name}.py"
+    for name in ("chosen_batch", "collectives", "errors", "logs", "odd_messages", "profile")
+)  # fmt: skip
+"""Of the federations in tests/e2e/conftest.py, each of which is started once in a group. Other end-to-end tests use
+that of two regions whose channel is files."""
 _MACHINE, _OF_THREE, _OF_TWO = "the machine", "federations of three regions", "federations of two regions"
+_OF_OTHERS = "federations in the north and with a redis-server"
 _LONG = (
-    _MACHINE, _OF_THREE, _OF_TWO, "tests/e2e/test_containers.py", "tests/e2e/test_platforms.py",
+    _MACHINE, _OF_THREE, _OF_TWO, "tests/e2e/test_containers.py", _OF_OTHERS, "tests/e2e/test_platforms.py",
     "tests/region_agent/gateway/test_lambda.py", "tests/e2e/", "tests/region_agent/gateway/",
 )  # fmt: skip
 """Groups of tests, and beginnings of their paths: the longest come first, so that all processes end at the same
@@ -191,7 +196,9 @@ def _scope(nodeid: str) -> str:
         return _MACHINE
     if not module.startswith("tests/e2e/") or module in _OWN_FEDERATIONS:
         return module
-    return _OF_THREE if module in _THREE_REGIONS else _OF_TWO
+    if module in _THREE_REGIONS:
+        return _OF_THREE
+    return _OF_OTHERS if module in _NORTH_AND_REDIS else _OF_TWO
 
 
 def _takes_longest_first(item: pytest.Item) -> int:

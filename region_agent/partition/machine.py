@@ -81,6 +81,8 @@ FATAL = frozenset(
     }
 )
 """Error codes that a retry cannot fix: the partition fails immediately."""
+_FATAL_TO_PREPARE = frozenset({"MODEL_NOT_FOUND"})
+"""The same of preparing: a store that answers that it has no such model to start from has none at a retry either."""
 _EXTERNAL = frozenset({"DISK_FULL", "GATEWAY_UNAVAILABLE"})
 """Error codes that the region's operator must fix: the condition names the problem, and retries go on without limit."""
 _MAX_FAILURES = 8
@@ -545,9 +547,10 @@ class PartitionMachine:
         self._publishing = self._publishing and event.step != "publish"
         if event.step == "scale":
             self._function.deploying, self._function.replicas = False, None
-        return self._after_failure(event.error, "setback", "a step could not be taken")
+        fatal = event.step == "prepare" and event.error.code in _FATAL_TO_PREPARE
+        return self._after_failure(event.error, "setback", "a step could not be taken", fatal=fatal)
 
-    def _after_failure(self, error: GeofedError, kind: str, text: str) -> list[Action]:
+    def _after_failure(self, error: GeofedError, kind: str, text: str, *, fatal: bool = False) -> list[Action]:
         if self.state in _OVER:
             return []
         waits = error.code in _EXTERNAL or (kind == "setback" and error.retryable)
@@ -555,7 +558,7 @@ class PartitionMachine:
         record = RecordEvent(
             kind, f"{self.region}: {text}: {error.message}", {"code": error.code, "attempt": self.attempt}
         )
-        if error.code in FATAL or self._failures.count > _failure_limit(error):
+        if fatal or error.code in FATAL or self._failures.count > _failure_limit(error):
             return [record, *self.fail(error)]
         longest = _EXTERNAL_PAUSE_SECONDS if error.code in _EXTERNAL else _LONGEST_PAUSE_SECONDS
         pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(self._failures.pauses - 1, 16), longest)

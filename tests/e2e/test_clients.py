@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from support.running import Federation, Running, digits_sites, eventually
+from support.warm_zygotes import EXECUTED
 
 from region_agent.worker.clients.sampling import ClientSampler
 from region_agent.worker.invocation import ClientRounds
@@ -75,8 +76,12 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         site.config["datasets"]["visits"] = {"format": table, "splits": {"train": file, "test": file}}
         own = {"uri": str(folder / f"{site.name}.pt"), "samples": len(ids), "clients": CLIENTS[site.name]}
         site.config["datasets"]["branches"] = {"splits": {"train": own, "test": own}}
-    with Federation(folder / "federation", sites) as made:
-        yield made
+    with pytest.MonkeyPatch.context() as patch:
+        # What a client costs is measured here.
+        patch.setenv(EXECUTED, "1")
+        with Federation(folder / "federation", sites) as made:
+            patch.undo()
+            yield made
 
 
 def _plain() -> tuple[dict[str, torch.Tensor], dict[str, int]]:

@@ -422,6 +422,15 @@ def test_what_trying_again_does_not_mend_fails_at_once(code: str) -> None:
     assert (last.error.code, last.condition) == (code, "the reason")
 
 
+def test_a_model_to_start_from_that_is_not_there_is_not_asked_for_again() -> None:
+    region = Region(2, 0)
+    region.feed(ActionFailed(GeofedError("MODEL_NOT_FOUND", "the store has none"), "prepare"))
+    assert (region.machine.state, region.pauses) == ("failed", [])
+    published = _training()
+    published.feed(ActionFailed(GeofedError("MODEL_NOT_FOUND", "that of the last round is not kept"), "publish"))
+    assert published.machine.state == "training"
+
+
 def _fail_a_worker(region: Region, code: str) -> None:
     """And let the pause pass."""
     worker, attempt = min(key for key in region.running if key[1] == region.machine.attempt)

@@ -18,6 +18,7 @@ from support.jobs import LINEAR_TASK, pack, write_samples
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent import machine_rates
+from region_agent import profiling as agent_profiling
 from region_agent.config import DockerGateway, RegionConfig
 from region_agent.config._data import PrivacyBudget
 from region_agent.gateway.device_blocks import DeviceBlocks
@@ -186,6 +187,17 @@ async def test_what_is_told_is_a_profile_and_nothing_is_left_behind(scene: Scene
     assert not (scene.folder / "profiling").exists()
     assert not list((scene.folder / "channel").glob("profile-*"))
     assert "measuring the channel (file)" in [report.condition for report in scene.told]
+
+
+def test_the_rate_of_fresh_memory_is_measured_again_after_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = iter((1.0, 2.0))
+    monkeypatch.setattr(agent_profiling, "fresh_memory_rate", lambda: next(rates))
+    profiler = Scene(tmp_path).profiler
+    assert [profiler._memory_rate(), profiler._memory_rate()] == [1.0, 1.0]
+    monkeypatch.setattr(agent_profiling, "_MEMORY_RATE_SECONDS", -1.0)
+    assert profiler._memory_rate() == 2.0
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ happens, which would have to share the processors with it."""
 def warm_daemons() -> WarmServers:
     """The parent of daemons; it ends with this process."""
     modules = ("control_plane.cli.main", "control_plane.server", "region_agent.cli", "region_agent.daemon")
-    parent = WarmServers(*modules, "region_agent.gateway.embedded.__main__", "sync.ps.__main__")
+    parent = WarmServers(*modules, "region_agent.gateway.embedded.__main__", "sync.ps.__main__", zygotes=True)
     atexit.register(parent.__exit__)
     return parent.__enter__()
 
@@ -111,13 +111,17 @@ class Federation(LocalFederation):
         """A connection to the control plane, for `ask`."""
 
     def _popen(self, site: str, module: str, arguments: list[str], log_name: str) -> subprocess.Popen[bytes]:
-        """Fork the daemon from a process that has imported it, unless it has a network of its own."""
+        """Fork the daemon from a process that has imported it, unless it enters namespaces of another user."""
+        environment, network = {**os.environ, "GEOFED_CONTEXT": str(self.context_file)}, None
         if self.emulator is not None:
-            return super()._popen(site, module, arguments, log_name)
-        environment = {**os.environ, "GEOFED_CONTEXT": str(self.context_file)}
+            entered = self.emulator.command(site, ())
+            if any(option.startswith("--user=") for option in entered):
+                return super()._popen(site, module, arguments, log_name)
+            environment = self.emulator.environment(environment)
+            (network,) = (Path(option.removeprefix("--net=")) for option in entered if option.startswith("--net="))
         self.folder.mkdir(parents=True, exist_ok=True)
         argv = [module.split(".")[0].replace("_", "-"), *arguments]
-        process = warm_daemons().run(module, argv, self.folder / f"{log_name}.log", environment)
+        process = warm_daemons().run(module, argv, self.folder / f"{log_name}.log", environment, network=network)
         return cast("subprocess.Popen[bytes]", process)
 
     def control_plane(

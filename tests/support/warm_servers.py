@@ -24,23 +24,26 @@ from support.failpoints import die_at
 __all__ = ["ServerProcess", "WarmServers"]
 
 _POLL_SECONDS = 0.005
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""Libraries of numbers start no threads, which forked processes would lack."""
 
 
 class WarmServers:
     """A context manager; what it has forked ends with it."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, zygotes: bool = False) -> None:
         """``modules``: what the parent imports. Those that run have `main`, and `FAILPOINTS` where they have more of
-        them than operations on files. None given: parameter servers."""
+        them than operations on files. None given: parameter servers. ``zygotes``: it loads what zygotes need, too."""
         self._modules = modules or ("sync.ps.__main__",)
+        self._options = ("--zygotes",) if zygotes else ()
 
     def __enter__(self) -> WarmServers:
         path = os.pathsep.join(path for path in sys.path if path)
         self._folder = tempfile.TemporaryDirectory()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.warm_servers", self._folder.name, *self._modules],
+            [sys.executable, "-m", "support.warm_servers", self._folder.name, *self._options, *self._modules],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, **_ONE_THREAD},
         )  # fmt: skip
         return self
 
@@ -64,15 +67,16 @@ class WarmServers:
 
     def run(
         self, module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None,
-        *, dies_at: int = -1,
+        *, dies_at: int = -1, network: Path | None = None,
     ) -> ServerProcess:  # fmt: skip
         """Run the main function of a module. Its output goes to the end of ``log``. ``environment``: None: the
-        parent's."""
+        parent's. ``network``: file of the network namespace that it enters."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         request = {
             "module": module, "argv": list(argv), "log": str(log), "dies_at": dies_at, "cwd": os.getcwd(),
+            "network": network and str(network),
             "environment": None if environment is None else dict(environment),
         }  # fmt: skip
         stdin.write(json.dumps(request) + "\n")
@@ -134,6 +138,11 @@ def _serve(line: str) -> int:
     for descriptor, to in enumerate((nothing, told, told)):
         os.dup2(to, descriptor)
     os.chdir(request["cwd"])
+    if request["network"] is not None:
+        from deploy.emulator._namespaces import enter
+
+        with open(request["network"]) as namespace:
+            enter(namespace.fileno())
     if request["environment"] is not None:
         os.environ.clear()
         os.environ.update(request["environment"])
@@ -146,10 +155,13 @@ def _serve(line: str) -> int:
 
 def _reap(serials: dict[int, int], folder: Path) -> None:
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            pid, status = ended
-            (folder / "next").write_text(str(os.waitstatus_to_exitcode(status)))
+        # How it has ended is told while its process ID is taken: who sees that it is gone knows the status.
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            pid = ended.si_pid
+            status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            (folder / "next").write_text(str(status))
             (folder / "next").replace(folder / str(serials.pop(pid)))
+            os.waitpid(pid, 0)
 
 
 def _await_child(folder: Path) -> str:
@@ -185,11 +197,17 @@ def main() -> int:
     setproctitle.getproctitle()
     gc.disable()
     # What it imports is what the forked processes need not.
-    for module in sys.argv[2:]:
+    folder, *modules = sys.argv[1:]
+    if modules[0] == "--zygotes":
+        from support.warm_zygotes import fork_zygotes
+
+        modules = modules[1:]
+        fork_zygotes()
+    for module in modules:
         importlib.import_module(module)
     gc.enable()
     gc.freeze()
-    return _serve(_await_child(Path(sys.argv[1])))
+    return _serve(_await_child(Path(folder)))
 
 
 if __name__ == "__main__":

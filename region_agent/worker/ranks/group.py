@@ -221,16 +221,20 @@ class Ranks:
             time.sleep(0.01)
 
 
+def _execute(link: int, paths: list[str]) -> subprocess.Popen[bytes]:
+    """Start a rank, which takes a descriptor of this process and the folders of its modules."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _START, str(link), json.dumps(paths)], pass_fds=[link], stdin=subprocess.DEVNULL
+    )
+
+
 class _Rank:
     """One process."""
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, str(theirs.fileno()), json.dumps([p for p in sys.path if p])],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+            self._process = _execute(theirs.fileno(), [path for path in sys.path if path])
         except OSError:
             self._connection.close()
             raise

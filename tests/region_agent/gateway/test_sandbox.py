@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from support import hostile
 from support.sandboxes import needs_sandboxes
 
 from geofed_pb.errors import GeofedError
+from region_agent.gateway.embedded.replicas import process_limit
 from region_agent.gateway.functions import Grants
 
 from .conftest import HANDLERS, Embedded, open_target, until
@@ -31,6 +33,18 @@ pytestmark = [pytest.mark.anyio, pytest.mark.processes, needs_sandboxes]
 @pytest.fixture
 def sandboxed(launch):
     return lambda *arguments, **config: launch(*arguments, isolation="require", **config)
+
+
+def test_groups_of_a_gateway_that_runs_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that starts beside it may find a group whose first process has not entered it yet."""
+    monkeypatch.setattr(process_limit, "_parent", lambda: tmp_path)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    runs = tmp_path / f"geofed-{os.getppid()}-trial-0"
+    for folder in (runs, tmp_path / f"geofed-{ended.pid}-trial-0", tmp_path / f"geofed-{os.getpid()}-trial-0"):
+        folder.mkdir()
+    process_limit.remove_old_groups()
+    assert list(tmp_path.iterdir()) == [runs]
 
 
 async def test_isolation_is_told_as_it_was_tried(sandboxed) -> None:

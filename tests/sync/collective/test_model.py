@@ -120,12 +120,10 @@ def test_the_owners_of_lists_are_far_from_the_best_for_no_length(workers: int, l
         merge = Merge("isp", workers, share * size, k, merged_bytes=size * min(1, share * workers))
         return estimate(merge, costs).seconds
 
-    def worst(k: int) -> float:
-        shares = [4.0**-power for power in range(7)]
-        return max(seconds(k, share) / min(seconds(k, share) for k in range(workers + 1)) for share in shares)
-
+    taken = [[seconds(k, 4.0**-power) for k in range(workers + 1)] for power in range(7)]
+    worst = [max(each[k] / min(each) for each in taken) for k in range(workers + 1)]
     chosen = owners_of_lists("isp", workers, size, costs)
-    assert worst(chosen) == pytest.approx(min(map(worst, range(workers + 1))))
+    assert worst[chosen] == pytest.approx(min(worst))
 
 
 def test_few_workers_send_their_lists_to_all_and_many_merge_them_by_ranges() -> None:

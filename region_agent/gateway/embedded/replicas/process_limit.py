@@ -47,11 +47,16 @@ class ProcessLimit:
 
 
 def remove_old_groups() -> None:
-    """Remove groups that a gateway which was killed has left; the kernel refuses it for those with processes."""
+    """Remove groups that a gateway which was killed has left; the kernel refuses it for those with processes.
+
+    Those of a gateway that runs beside this one stay: a group has no process until its replica enters it.
+    """
     if (parent := _parent()) is not None:
         for folder in parent.glob(f"{_PREFIX}*"):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+            owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
+            if owner == str(os.getpid()) or not Path("/proc", owner).exists():
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
 
 
 def _parent() -> Path | None:

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,16 +139,7 @@ class ZygoteLink:
         command += [part for name in self._preload for part in ("--preload", name)]
         command += [part for path in self._python_path for part in ("--python-path", path)]
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                pass_fds=[theirs.fileno()],
-                env=zygote_environment(),
-                cwd="/",
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )
+            self._process = await _execute(command, theirs.fileno())
         self._link = ours
         loop = asyncio.get_running_loop()
         loop.add_reader(ours, self._receive, ours)
@@ -206,6 +197,20 @@ class ZygoteLink:
                 self._events.spawned(replica, pid)
             case {"event": "exited", "id": str(replica), "status": int(status)}:
                 self._events.exited(replica, status)
+
+
+async def _execute(command: Sequence[str], link: int) -> asyncio.subprocess.Process:
+    """Start the zygote, which takes a descriptor of this process; a pipe takes its standard error."""
+    return await asyncio.create_subprocess_exec(
+        *command,
+        pass_fds=[link],
+        env=zygote_environment(),
+        cwd="/",
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def end_orphans(kept: Callable[[], Collection[int]]) -> None:

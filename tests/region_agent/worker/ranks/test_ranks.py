@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from support.exchange_in_process import Federation
 from support.jobs import call, invocation
+from support.processes import running_as
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import worker_pb2
@@ -183,7 +184,7 @@ def test_what_a_rank_fails_with_is_the_invocations_error_and_nothing_is_left(
 
 def _rank_processes() -> list[psutil.Process]:
     """Ranks that this process has started: it has other children, of other tests."""
-    return [one for one in psutil.Process().children() if "region_agent.worker.ranks" in " ".join(one.cmdline())]
+    return running_as("region_agent.worker.ranks", psutil.Process().children(recursive=True))
 
 
 def _nothing_is_left(folder: Path) -> None:
