@@ -618,10 +618,6 @@ def test_a_gpu_that_was_too_small_keeps_its_region_out_for_a_day_whatever_others
         row = replace(row, at=at, gpu_lacks_json=json.dumps(_probing._lacks(replace(row, at=at), 5, known)))
     assert _probing._recent_lacks(row, 1000.0 + day) == lacks
     assert _probing._recent_lacks(row, 1001.0 + day) == {}
-    # As an earlier version has stored it.
-    row = replace(told, gpu_lacks_json=json.dumps({"a": [10, text]}))
-    assert _probing._recent_lacks(row, 1000.0 + day) == lacks
-    assert _probing._recent_lacks(row, 1001.0 + day) == {}
 
 
 def test_the_region_with_the_most_data_is_asked(serve_config: ServeConfig, job_file: Path) -> None:

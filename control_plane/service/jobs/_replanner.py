@@ -301,10 +301,7 @@ class Replanner:
         """Return the measurements of the task, those of the job itself first."""
         keys = await self._keys(entry, rest)
         own = runs_so_far(entry.row, entry.state, entry.spec, entry.plan, self._federation.clock())
-        parted = bool(self._federation.blobs.parts(entry.row.bundle_digest))
-        return await self._federation.read(
-            lambda store: Learnt((*own, *store.runs(*keys)), store.weight(keys[0]), parted=parted)
-        )
+        return await self._federation.read(lambda store: Learnt((*own, *store.runs(*keys)), store.weight(keys[0])))
 
 
 def rest_of(entry: JobEntry, at: float, model: KeptModel | None = None) -> JobSpec:

@@ -53,8 +53,6 @@ class Learnt:
     """Result of the task's probe."""
     note: str = ""
     """What could not be measured, as a sentence for the plan."""
-    parted: bool = False
-    """Whether files of the task folder are sent by themselves, which agents of earlier versions do not know."""
 
     def of_own_code(self, task_key: str) -> bool:
         """Whether a run is of this very code, not of another version of the task."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from control_plane.pki import utc_now
 from control_plane.service.measuring._task_history import Learnt, measured_batches
@@ -186,8 +185,7 @@ class PendingAdmission:
         chosen = planner.plan(demand)
         if isinstance(chosen, Declined):
             return chosen
-        aged = partial(refused_by_age, parted=self.learnt.parted)
-        for refused_by in (aged, refused_by_lack, refused_by_shares):
+        for refused_by in (refused_by_age, refused_by_lack, refused_by_shares):
             if (refused := refused_by(self.spec, chosen, self.draft.regions)) is not None:
                 return refused
         chosen = with_noise(self.spec, chosen)

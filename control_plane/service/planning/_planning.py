@@ -18,7 +18,7 @@ from control_plane.service.measuring._task_history import (
     stage_paces_of,
     starts_of,
 )
-from control_plane.service.planning._required_features import keeps_base, most_left_out
+from control_plane.service.planning._required_features import most_left_out
 from control_plane.service.planning._tuning import profiles_of
 from control_plane.service.rpc._wire import to_json
 from control_plane.service.state._entries import JobEntry, RegionEntry
@@ -172,7 +172,6 @@ def first_state(
         budget_usd=spec.objective.budget,
         lost_limit_seconds=spec.limits.lost_region.total_seconds(),
         created_at=at,
-        keeps_base=keeps_base(plan, regions),
         exact=not plan.background,
         continues=spec.regions.lost == "continue",
         most_left_out=most_left_out(spec, plan, regions),
