@@ -27,6 +27,7 @@ from region_agent.worker.invocation import ClientRounds, Invocation, Schedule
 from region_agent.worker.loop import WorkerLoop
 from region_agent.worker.task import TaskModule, load_task
 from sync import framing
+from sync.channel_clients import FileChannel
 from sync.codec import codec_named
 from sync.histograms import Histogram, from_messages
 from sync.layout import Layout
@@ -34,7 +35,6 @@ from sync.policy import Contribution, policy_named
 from sync.ps.execution.export import to_safetensors
 from sync.ps.execution.replica import Replica, ReplicaState
 from sync.seeding import seed_all
-from sync.store import FileChannel
 from sync.wan import ExchangeSettings, policy_of
 
 if TYPE_CHECKING:

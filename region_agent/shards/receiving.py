@@ -24,13 +24,13 @@ from region_agent.config import RegionConfig
 from region_agent.partition.server_process import free_ports
 from region_agent.shards.listing import MAX_LIST_BYTES, ShardManifest, read_list
 from region_agent.worker.invocation import ShardFile
-from sync.transfer.access import EXCHANGE_RULES, PeerCheck, end_revoked
-from sync.transfer.arrival import Tickets
-from sync.transfer.intake import MAX_UPDATE_BYTES, Intake
-from sync.transfer.listening import credentials, listen
-from sync.transfer.manifest import Manifest, Verdict
-from sync.transfer.wire import manifest_of
-from sync.transport.sockets import Tls
+from sync.file_transfer.access import EXCHANGE_RULES, PeerCheck, end_revoked
+from sync.file_transfer.arrival import Tickets
+from sync.file_transfer.intake import MAX_UPDATE_BYTES, Intake
+from sync.file_transfer.listening import credentials, listen
+from sync.file_transfer.manifest import Manifest, Verdict
+from sync.file_transfer.wire import manifest_of
+from sync.tcp_streams.sockets import Tls
 
 __all__ = ["LIST_SEQUENCE", "ShardPort", "ShardStore", "open_port"]
 

@@ -16,14 +16,14 @@ from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import write_durably
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
+from sync.file_transfer.signing import signature_of, verify_signature
+from sync.file_transfer.wire import open_channel
 from sync.ps.config import PsConfig
 from sync.ps.core.events import MaskKeyKnown, Misbehaved
 from sync.ps.engine import Engine
 from sync.ps.execution.mask_file import MaskFile
 from sync.secure import PairMasks
-from sync.transfer.signing import signature_of, verify_signature
-from sync.transfer.wire import open_channel
-from sync.transport.sockets import Tls
+from sync.tcp_streams.sockets import Tls
 
 __all__ = ["MaskKeys", "terms_of"]
 

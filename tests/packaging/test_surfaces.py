@@ -261,7 +261,7 @@ SURFACES = {
         "channel_kind",
         "channel_kinds",
     },
-    "sync.store": {
+    "sync.channel_clients": {
         "BufferPool",
         "FileChannel",
         "fence_key",

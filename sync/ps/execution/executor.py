@@ -17,6 +17,7 @@ from geofed_pb.errors import GeofedError
 from sync import chunked_values, framing
 from sync.channel import Channel
 from sync.codec import Codec, Decoding, Exact, Float32, Tensors, decoded
+from sync.file_transfer.manifest import Manifest
 from sync.layout import LOCAL, Layout, Vector
 from sync.mapped_files import windows
 from sync.means import weighted_mean
@@ -55,7 +56,6 @@ from sync.ps.execution.replica import OwnUpdate, Replica, ReplicaState, expanded
 from sync.ps.execution.storage import Entry, Storage, correction_key
 from sync.ps.execution.threads import background_thread
 from sync.secure import PairMasks, SharedScale, first_codec
-from sync.transfer.manifest import Manifest
 from sync.wan import ExchangeSettings
 
 __all__ = ["ActionExecutor", "FramedUpdate", "merged_key"]

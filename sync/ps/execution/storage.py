@@ -30,9 +30,9 @@ With synchronous exchange every merge writes a checkpoint. With background excha
 so checkpoints are written only from time to time, concurrently with other work. When one is begun, the log continues in
 a new file; the older log files stay until the checkpoint is durable.
 
-Large files are not deleted but overwritten, unless something still reads them (`sync.store.BufferPool`), because
-allocating the page cache and the disk blocks of a new file is what a file of a model's size mostly costs. A large
-checkpoint that the exchange waits for passes by the page cache, and is deleted. Only what no recovery needs is
+Large files are overwritten instead of deleted, unless something still reads them (`sync.channel_clients.BufferPool`):
+most of the cost of a file of a model's size is allocating page cache and disk blocks. A large checkpoint that the
+exchange waits for bypasses the page cache, and is deleted. Only what no recovery needs is
 overwritten. If the machine crashes before the end of the old name is durable, that name may be of
 other content: a checkpoint has its digest in its name, and an update is compared with its manifest's digest before a
 merge.
@@ -66,6 +66,8 @@ from geofed_pb.files.durable import (
     write_unflushed,
 )
 from sync import framing
+from sync.channel_clients import BufferPool
+from sync.file_transfer.manifest import Manifest
 from sync.histograms import Histogram
 from sync.layout import Layout, Vector
 from sync.mapped_files import map_file
@@ -75,8 +77,6 @@ from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.frames import check_received
 from sync.ps.execution.replica import ReplicaState
 from sync.ps.execution.threads import background_thread
-from sync.store import BufferPool
-from sync.transfer.manifest import Manifest
 
 __all__ = ["Entry", "PendingCheckpoint", "Storage", "correction_key"]
 

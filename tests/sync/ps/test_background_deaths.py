@@ -28,7 +28,10 @@ from support.at_once import AtOnce
 from support.budget import budget, stride
 
 from sync import framing
+from sync.channel_clients import FileChannel, _buffer_pool
 from sync.codec import codec_named
+from sync.file_transfer.arrival import Arrival
+from sync.file_transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.layout import Layout, Slot, Vector
 from sync.ps.core.actions import Failed, Refuse, Reply, SendUpdates, SetTimer
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
@@ -52,9 +55,6 @@ from sync.ps.execution import checkpoints
 from sync.ps.execution import executor as executor_module
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.storage import PendingCheckpoint, Storage
-from sync.store import FileChannel, _buffer_pool
-from sync.transfer.arrival import Arrival
-from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.wan import ExchangeSettings, policy_of
 
 REGIONS = ("a", "b")

@@ -24,15 +24,15 @@ from geofed_pb import linux
 from geofed_pb.errors import GeofedError
 from geofed_pb.files import durable
 from sync import framing
+from sync.channel_clients import _buffer_pool
+from sync.file_transfer.arrival import Arrival
+from sync.file_transfer.manifest import Manifest
 from sync.histograms import Histogram
 from sync.layout import Layout, Slot, Vector
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, StoreMetrics
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.replica import ReplicaState
 from sync.ps.execution.storage import PendingCheckpoint, Storage
-from sync.store import _buffer_pool
-from sync.transfer.arrival import Arrival
-from sync.transfer.manifest import Manifest
 
 SETUP = Setup("a", ("a", "b"), 1, 4, 1, 1)
 LAYOUT = Layout((Slot("w", (8,), "float32"),), 1)
