@@ -6,25 +6,25 @@ from scheduler.deadline._buddy import Buddy, BuddyPlacement
 from scheduler.deadline._curve import SpeedCurve, curve_from_table
 from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Overhead, Rules
 from scheduler.deadline._preemptible import Kinds, Refuge, allot_kinds, refuge, spot_share
-from scheduler.deadline._promises import Course, Ground
 from scheduler.deadline._reservations import Gang, Reservation, StaffingPace, devices_of
+from scheduler.deadline._schedule_simulation import Placement, Schedule
 
 __all__ = [
     "LIVE",
     "Allotment",
     "Buddy",
     "BuddyPlacement",
-    "Course",
     "DeadlineJob",
     "DeviceCapacity",
     "Gang",
-    "Ground",
     "Kinds",
     "Offer",
     "Overhead",
+    "Placement",
     "Refuge",
     "Reservation",
     "Rules",
+    "Schedule",
     "SpeedCurve",
     "StaffingPace",
     "allot",

@@ -164,7 +164,7 @@ def test_promises_are_kept_whatever_becomes_of_preemptible_workers(
             for name, job in there.items()
         }
         done_s = [max(now, ready[name]) + job.work / rates[name] for name, job in there.items() if rates[name]]
-        turning = [at for holding in held.values() for at in (*holding.times, *(at for at, _ in holding.course))]
+        turning = [at for holding in held.values() for at in (*holding.times, *(at for at, _ in holding.schedule))]
         until = min([now + 1.0, *(at for at in (*done_s, *turning, *turns) if at > now + 1e-9)])
         for name, job in list(there.items()):
             left = job.work - max(0.0, until - max(now, ready[name])) * rates[name]

@@ -1,8 +1,7 @@
-"""The proof that promises hold: all jobs from now to their ends, with every pause charged.
+"""Simulates all jobs from now to their ends with every pause, which proves whether promises are kept.
 
-Reservations say what each job is sure to have; they do not say what the changes between them cost the others. A course
-does: it is simulated from the present state with the very changes that will be made, so that it proves that no job is
-late.
+A reservation says which devices a job has; it does not say what the changes of shares cost the other jobs. So the
+schedule is simulated from the present state with all changes that will be made: if no job is late in it, none will be.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Protocol
 
 from scheduler.deadline._model import Overhead
 
-__all__ = ["Course", "Going", "Ground", "Room", "follow"]
+__all__ = ["CapacitySteps", "Placement", "Schedule", "ScheduledJob", "simulate_schedule"]
 
-_SAFE_S = 1e-3
+_SLACK_S = 1e-3
 """Seconds by which each promise is kept at least, so that rounding cannot invalidate a proof."""
 _SAME_S = 1e-9
 """Seconds within which instants count as the same."""
@@ -25,18 +24,18 @@ _SAME_S = 1e-9
 Plan = tuple[tuple[float, int], ...]
 """(instant, level from then on), ascending; before the first there is no level, and the last one lasts to the job's
 end."""
-Room = tuple[tuple[float, tuple[int, ...]], ...]
+CapacitySteps = tuple[tuple[float, tuple[int, ...]], ...]
 """(instant, devices of each region from then on), ascending; the first is now."""
 
 
-class Ground(Protocol):
-    """The location of shares, which determines the jobs that a change moves."""
+class Placement(Protocol):
+    """Where the devices of each job are, which determines the jobs that a change moves."""
 
-    def copy(self) -> Ground:
+    def copy(self) -> Placement:
         """Return a copy for trials."""
         ...
 
-    def leave(self, job: str) -> None:
+    def release(self, job: str) -> None:
         """Free a job's devices, if it has any."""
         ...
 
@@ -46,8 +45,8 @@ class Ground(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Going:
-    """A job in the course. Level 0 has no devices; the caller defines the others."""
+class ScheduledJob:
+    """A job in its present state. Level 0 has no devices; the caller defines the others."""
 
     name: str
     left: float
@@ -59,7 +58,7 @@ class Going:
     ready_s: float
     """Instant until which it is paused by an earlier change."""
     plan: Plan
-    """Levels that the job is sure of; it may have more as long as no other job is sure of those devices."""
+    """Reserved levels; the job may have more devices while no other job has reserved them."""
     rate: Callable[[int], float]
     """Steps a second by level."""
     need: Callable[[int], tuple[int, ...]]
@@ -67,8 +66,8 @@ class Going:
 
 
 @dataclass(frozen=True)
-class Course:
-    """What all jobs will have if nothing unplanned happens."""
+class Schedule:
+    """Levels and ends of all jobs if nothing unplanned happens."""
 
     plans: Mapping[str, Plan]
     """Levels by job, as they really change; a job that ends has its last level to its end."""
@@ -87,7 +86,7 @@ class Course:
         return self.fits and not self.late
 
     def level(self, job: str, at: float) -> int:
-        """The level of a job at an instant; 0 for who is not on the course."""
+        """The level of a job at an instant; 0 for a job that is not in the schedule."""
         found = 0
         for since_s, level in self.plans.get(job, ()):
             if since_s > at + _SAME_S:
@@ -96,44 +95,44 @@ class Course:
         return found
 
 
-def follow(
+def simulate_schedule(
     now: float,
-    room: Room,
-    jobs: Sequence[Going],
-    chosen: Mapping[str, int],
+    capacity: CapacitySteps,
+    jobs: Sequence[ScheduledJob],
+    levels_now: Mapping[str, int],
     overhead: Overhead,
-    ground: Ground | None = None,
-    still_s: float = -math.inf,
-    safe_s: float = _SAFE_S,
-) -> Course:
-    """Simulate all jobs that continue at the `chosen` levels now, and then as their plans need.
+    placement: Placement | None = None,
+    fixed_until_s: float = -math.inf,
+    slack_s: float = _SLACK_S,
+) -> Schedule:
+    """Simulate all jobs, with the levels ``levels_now`` at first, and later as their plans need.
 
-    A job rises when its plan does. None falls before the devices are needed; first those without a promise fall, then
-    those that have more than their plan says. At every change the changed jobs pause, those that the `ground` moves for
-    them, and with ``overhead.everyone`` all that run. Plans together must fit the `room`. Before `still_s` no job rises
-    except now.
+    A job's level increases when its plan's does. No level decreases before the devices are needed: first those of jobs
+    without a promise, then those above the job's plan. At every change the changed jobs pause, the jobs that
+    ``placement`` moves for them, and with ``overhead.everyone`` all that run. Plans together must fit the ``capacity``.
+    No level increases before ``fixed_until_s``, except now.
 
     Every change takes O(log n), however many jobs pause for it: pauses of all jobs stop a clock of their own, by which
     ends are counted.
     """
-    return _Walk(now, room, jobs, chosen, overhead, ground, still_s, safe_s).course()
+    return _ScheduleSimulation(now, capacity, jobs, levels_now, overhead, placement, fixed_until_s, slack_s).run()
 
 
-class _Walk:
+class _ScheduleSimulation:
     def __init__(
         self,
         now: float,
-        room: Room,
-        jobs: Sequence[Going],
-        chosen: Mapping[str, int],
+        capacity: CapacitySteps,
+        jobs: Sequence[ScheduledJob],
+        levels_now: Mapping[str, int],
         overhead: Overhead,
-        ground: Ground | None,
-        still_s: float,
-        safe_s: float,
+        placement: Placement | None,
+        fixed_until_s: float,
+        slack_s: float,
     ) -> None:
-        self.now, self.overhead, self.still_s, self.safe_s = now, overhead, still_s, safe_s
+        self.now, self.overhead, self.fixed_until_s, self.slack_s = now, overhead, fixed_until_s, slack_s
         self.base_s = overhead.base_s if overhead.everyone else 0.0
-        self.ground = ground.copy() if ground is not None else None
+        self.placement = placement.copy() if placement is not None else None
         self.jobs = jobs
         self.index = {job.name: number for number, job in enumerate(jobs)}
         count = len(jobs)
@@ -144,77 +143,77 @@ class _Walk:
         self.end = [math.nan] * count
         """Ends on the clock that pauses of all jobs stop; nan: the job does not run now."""
         self.done = [math.inf] * count
-        self.turn = [0] * count
+        self.version = [0] * count
         """Numbers of changes, by which outdated entries of the queues are recognised."""
         self.steps: list[list[tuple[float, int]]] = [[] for _ in jobs]
         self.ends: list[tuple[float, int, int]] = []
         self.resumes: list[tuple[float, int, int]] = []
-        self.rises: list[tuple[float, int, int]] = []
+        self.increases: list[tuple[float, int, int]] = []
         self.clock, self.stopped_s = 0.0, now
-        self.changes = list(room[1:])
-        self.free = list(room[0][1])
-        self.next_s, self.begun = math.inf, False
+        self.changes = list(capacity[1:])
+        self.free = list(capacity[0][1])
+        self.next_s, self.started = math.inf, False
         self.blocked: list[tuple[int, int]] = []
-        """Jobs that should have risen, but whose devices are still in use."""
-        self._begin(chosen)
+        """Jobs whose level should have increased, but whose devices are still in use."""
+        self._begin(levels_now)
 
-    def _begin(self, chosen: Mapping[str, int]) -> None:
+    def _begin(self, levels_now: Mapping[str, int]) -> None:
         for number, job in enumerate(self.jobs):
             for region, count in enumerate(job.need(job.level)):
                 self.free[region] -= count
             if job.level:
-                self._runs(number)
-        wanted = {number: chosen.get(job.name, 0) for number, job in enumerate(self.jobs)}
+                self._resume(number)
+        wanted = {number: levels_now.get(job.name, 0) for number, job in enumerate(self.jobs)}
         for number, level in wanted.items():
-            self._count(number, self.level[number], level)
-        self.fits = min(self.free, default=0) >= 0 or self._make_room(wanted)
+            self._take(number, self.level[number], level)
+        self.fits = min(self.free, default=0) >= 0 or self._free_devices(wanted)
         self._change(wanted)
-        self.begun = True
+        self.started = True
         for number in range(len(self.jobs)):
             if not self.steps[number]:
                 self.steps[number].append((self.now, self.level[number]))
-                self._note_rise(number)
-        heapify(self.rises)
+                self._queue_increase(number)
+        heapify(self.increases)
 
-    def course(self) -> Course:
-        """Simulate to the end and return the course."""
+    def run(self) -> Schedule:
+        """Simulate to the end and return the schedule."""
         jobs, unfinished = self.jobs, sum(math.isfinite(job.deadline_s) for job in self.jobs)
         while unfinished:
-            end_s, resume_s, rise_s = self._end_s(), self._due(self.resumes), self._due(self.rises)
-            room_s = self.changes[0][0] if self.changes else math.inf
-            at = min(end_s, resume_s, rise_s, room_s)
+            end_s, resume_s, increase_s = self._end_s(), self._due(self.resumes), self._due(self.increases)
+            capacity_s = self.changes[0][0] if self.changes else math.inf
+            at = min(end_s, resume_s, increase_s, capacity_s)
             if math.isinf(at):
                 break
-            self._pass(at)
+            self._advance(at)
             if end_s <= at + _SAME_S:
                 number = heappop(self.ends)[1]
-                self._leave(number, end_s)
+                self._end(number, end_s)
                 unfinished -= math.isfinite(jobs[number].deadline_s)
                 if self.blocked:
-                    self._turn_point(at)
+                    self._apply_due_changes(at)
             elif resume_s <= at:
-                self._runs(heappop(self.resumes)[1])
+                self._resume(heappop(self.resumes)[1])
             else:
-                self._turn_point(at)
+                self._apply_due_changes(at)
         ends = {job.name: done for job, done in zip(jobs, self.done, strict=True)}
         late = {
             job.name: ends[job.name] - job.deadline_s
             for job in jobs
-            if math.isfinite(job.deadline_s) and ends[job.name] > job.deadline_s - self.safe_s
+            if math.isfinite(job.deadline_s) and ends[job.name] > job.deadline_s - self.slack_s
         }
         plans = {job.name: tuple(steps) for job, steps in zip(jobs, self.steps, strict=True)}
-        return Course(plans, ends, late, self.next_s, self.fits)
+        return Schedule(plans, ends, late, self.next_s, self.fits)
 
     # --- time
 
-    def _pass(self, at: float) -> None:
+    def _advance(self, at: float) -> None:
         if at > self.stopped_s:
             self.clock += at - self.stopped_s
             self.stopped_s = at
         self.now = max(self.now, at)
 
     def _due(self, heap: list[tuple[float, int, int]]) -> float:
-        while heap and heap[0][2] != self.turn[heap[0][1]]:
+        while heap and heap[0][2] != self.version[heap[0][1]]:
             heappop(heap)
         return heap[0][0] if heap else math.inf
 
@@ -222,29 +221,29 @@ class _Walk:
         clock = self._due(self.ends)
         return self.stopped_s + max(0.0, clock - self.clock)
 
-    def _runs(self, number: int) -> None:
+    def _resume(self, number: int) -> None:
         """A job continues from now, or when its own pause is over."""
         if self.ready[number] > self.stopped_s:
-            heappush(self.resumes, (self.ready[number], number, self.turn[number]))
+            heappush(self.resumes, (self.ready[number], number, self.version[number]))
             return
         self.rate[number] = rate = self.jobs[number].rate(self.level[number])
         if rate > 0:
             self.end[number] = self.clock + self.left[number] / rate
-            heappush(self.ends, (self.end[number], number, self.turn[number]))
+            heappush(self.ends, (self.end[number], number, self.version[number]))
 
-    def _leave(self, number: int, at: float) -> None:
+    def _end(self, number: int, at: float) -> None:
         job = self.jobs[number]
-        self.turn[number] += 1
+        self.version[number] += 1
         self.done[number] = at
         for region, count in enumerate(job.need(self.level[number])):
             self.free[region] += count
-        if self.ground is not None:
-            self.ground.leave(job.name)
+        if self.placement is not None:
+            self.placement.release(job.name)
 
     # --- changes
 
     def _planned(self, number: int) -> int:
-        """Return the level that a job is sure of now."""
+        """Return the level that a job has reserved now."""
         found = 0
         for since_s, level in self.jobs[number].plan:
             if since_s > self.now + _SAME_S:
@@ -252,44 +251,44 @@ class _Walk:
             found = level
         return found
 
-    def _note_rise(self, number: int, *, later: bool = False) -> None:
-        """Note when a job's plan next gives it more than it has; `later`: what the plan gives now is not available."""
+    def _queue_increase(self, number: int, *, later: bool = False) -> None:
+        """Queue the next increase by a job's plan; `later`: the devices that the plan gives now are not available."""
         have, now = self.level[number], self.now + _SAME_S
         for place, (since_s, level) in enumerate(plan := self.jobs[number].plan):
             passed = since_s <= now and (later or (place + 1 < len(plan) and plan[place + 1][0] <= now))
             if level > have and not passed:
-                heappush(self.rises, (max(since_s, self.now, self.still_s), number, self.turn[number]))
+                heappush(self.increases, (max(since_s, self.now, self.fixed_until_s), number, self.version[number]))
                 return
 
-    def _turn_point(self, at: float) -> None:
-        """Raise all jobs that rise now, by deadline, and lower others for them; a job that finds no room waits for the
-        next end."""
+    def _apply_due_changes(self, at: float) -> None:
+        """Increase the levels that are due, by deadline, and decrease others for them; a job without free devices waits
+        for the next end."""
         wanted: dict[int, int] = {}
         while self.changes and self.changes[0][0] <= at + _SAME_S:
             before = self._devices()
             _, devices = self.changes.pop(0)
             self.free = [free + new - old for free, new, old in zip(self.free, devices, before, strict=True)]
         if min(self.free, default=0) < 0:
-            self.fits = self._make_room(wanted) and self.fits
-        rising = {number for number, turn in self.blocked if turn == self.turn[number]}
+            self.fits = self._free_devices(wanted) and self.fits
+        increasing = {number for number, version in self.blocked if version == self.version[number]}
         self.blocked = []
-        while self._due(self.rises) <= at + _SAME_S:
-            rising.add(heappop(self.rises)[1])
-        for number in sorted(rising, key=lambda number: (self.jobs[number].deadline_s, number)):
+        while self._due(self.increases) <= at + _SAME_S:
+            increasing.add(heappop(self.increases)[1])
+        for number in sorted(increasing, key=lambda number: (self.jobs[number].deadline_s, number)):
             have, level = wanted.get(number, self.level[number]), self._planned(number)
             if level <= have:
                 if number not in wanted:
-                    self._note_rise(number)
+                    self._queue_increase(number)
                 continue
             tried = {**wanted, number: level}
             kept = list(self.free)
-            self._count(number, have, level)
-            if min(self.free) >= 0 or self._make_room(tried):
+            self._take(number, have, level)
+            if min(self.free) >= 0 or self._free_devices(tried):
                 wanted = tried
             else:
                 self.free = kept
-                self.blocked.append((number, self.turn[number]))
-                self._note_rise(number, later=True)
+                self.blocked.append((number, self.version[number]))
+                self._queue_increase(number, later=True)
         self._change(wanted)
 
     def _devices(self) -> list[int]:
@@ -302,50 +301,50 @@ class _Walk:
         return total
 
     def _change(self, wanted: dict[int, int]) -> None:
-        """Set levels whose devices are counted already; the changed jobs pause, and those that are moved for them."""
+        """Set levels whose devices are taken already; the changed jobs pause, and those that are moved for them."""
         changed = sorted(number for number, level in wanted.items() if level != self.level[number])
         if not changed:
             return
-        if self.begun:
+        if self.started:
             self.next_s = min(self.next_s, self.now)
-        hit = dict.fromkeys(changed)
+        paused = dict.fromkeys(changed)
         for number in changed:
             self._set(number, wanted[number])
-        if self.ground is not None:
+        if self.placement is not None:
             jobs = self.jobs
-            moved = self.ground.arrange(
+            moved = self.placement.arrange(
                 [(jobs[number].name, jobs[number].need(wanted[number])[0]) for number in changed]
             )
             for name in moved:
                 number = self.index[name]
-                if number not in hit:
+                if number not in paused:
                     self._set(number, self.level[number])
-                    hit[number] = None
+                    paused[number] = None
         self.stopped_s = max(self.stopped_s, self.now + self.base_s)
-        for number in hit:
+        for number in paused:
             if self.level[number]:
                 devices = sum(self.jobs[number].need(self.level[number]))
                 self.ready[number] = max(self.ready[number], self.now + self.overhead.seconds(devices))
-                self._runs(number)
-            self._note_rise(number)
+                self._resume(number)
+            self._queue_increase(number)
 
     def _set(self, number: int, level: int) -> None:
-        """Stop a job, and note what it has done so far."""
+        """Stop a job, and record its work so far."""
         if not math.isnan(self.end[number]):
             self.left[number] = max(0.0, (self.end[number] - self.clock) * self.rate[number])
             self.end[number] = math.nan
-        self.turn[number] += 1
+        self.version[number] += 1
         if level != self.level[number] or not self.steps[number]:
             self.level[number] = level
             self.steps[number].append((self.now, level))
 
-    def _count(self, number: int, before: int, after: int) -> None:
+    def _take(self, number: int, before: int, after: int) -> None:
         need = self.jobs[number].need
         for region, (old, new) in enumerate(zip(need(before), need(after), strict=True)):
             self.free[region] += old - new
 
-    def _make_room(self, wanted: dict[int, int]) -> bool:
-        """Lower jobs that have more than their plan says to it, as few as needed; returns whether that is enough."""
+    def _free_devices(self, wanted: dict[int, int]) -> bool:
+        """Decrease levels that are above their plans, as few as needed; return whether that is enough."""
         spare = [
             (math.isfinite(job.deadline_s), number, planned)
             for number, job in enumerate(self.jobs)
@@ -353,14 +352,14 @@ class _Walk:
             and wanted.get(number, self.level[number]) > (planned := self._planned(number))
         ]
         while spare and min(self.free) < 0:
-            spare.sort(key=lambda entry: self._fall(entry, wanted))
+            spare.sort(key=lambda entry: self._decrease_order(entry, wanted))
             _, number, planned = spare.pop(0)
-            self._count(number, wanted.get(number, self.level[number]), planned)
+            self._take(number, wanted.get(number, self.level[number]), planned)
             wanted[number] = planned
         return min(self.free) >= 0
 
-    def _fall(self, entry: tuple[bool, int, int], wanted: Mapping[int, int]) -> tuple[bool, bool, int, float]:
-        """Return the order of falling: best effort first; then the smallest that suffices alone, else the largest."""
+    def _decrease_order(self, entry: tuple[bool, int, int], wanted: Mapping[int, int]) -> tuple[bool, bool, int, float]:
+        """Return the order of decreases: best effort first; then the smallest that suffices alone, else the largest."""
         promised, number, planned = entry
         need = self.jobs[number].need
         given = [
