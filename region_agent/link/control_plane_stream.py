@@ -33,7 +33,7 @@ from region_agent.link.outgoing import ReportQueue, fitted, is_transient, too_la
 from region_agent.state.store import AgentStore
 from sync.framing import digest_of
 
-__all__ = ["Commands", "Hub"]
+__all__ = ["Commands", "ControlPlaneStream"]
 
 _log = structlog.get_logger("geofed.hub")
 _BACKOFF_FIRST_SECONDS = 0.2
@@ -93,7 +93,7 @@ class Commands(Protocol):
         """Handle a state directory that is older than the control plane's knowledge, as after a restore of a backup."""
 
 
-class Hub:
+class ControlPlaneStream:
     """The region's side of the session.
 
     Commands are stored before they are acknowledged, and reports before they are sent. After a lost connection each

@@ -27,7 +27,7 @@ from region_agent.policy import check_sending
 from region_agent.shards.listing import FileContent, Listed, ShardManifest, listed
 from region_agent.shards.receiving import LIST_SEQUENCE
 from region_agent.state.store import AgentStore
-from sync.file_transfer.intake import MAX_UPDATE_BYTES
+from sync.file_transfer.file_receiver import MAX_UPDATE_BYTES
 from sync.file_transfer.manifest import Manifest, PeerAddress
 from sync.file_transfer.peer_sender import PeerSender, SenderCallbacks
 from sync.tcp_streams.sockets import Tls

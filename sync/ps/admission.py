@@ -13,7 +13,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import write_durably
 from geofed_pb.v1 import sync_pb2
 from sync.codec import codec_named
-from sync.file_transfer.intake import MAX_UPDATE_BYTES
+from sync.file_transfer.file_receiver import MAX_UPDATE_BYTES
 from sync.file_transfer.manifest import Manifest
 from sync.file_transfer.signing import verify
 from sync.file_transfer.wire import manifest_of

@@ -21,7 +21,7 @@ from geofed_pb.rpc import CHUNK_BYTES, answering, peer_region, streaming
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import common_pb2, sync_pb2
 from sync.file_transfer.arrival import Tickets
-from sync.file_transfer.intake import Intake
+from sync.file_transfer.file_receiver import FileReceiver
 from sync.file_transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.file_transfer.peer_sender import PeerSender, SenderCallbacks
 from sync.file_transfer.signing import sign
@@ -188,7 +188,7 @@ def _peers_of(engine: Engine) -> list[PeerAddress]:
     return list(engine.machine.ledger.peers.values())
 
 
-class ExchangeService(Intake):
+class ExchangeService(FileReceiver):
     """Serves the parameter servers of the other regions."""
 
     def __init__(self, engine: Engine, config: PsConfig, links: PeerLinks, keys: MaskKeys | None = None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from control_plane.service.measuring._task_history import Learnt
+from control_plane.service.measuring._task_history import TaskHistory
 from control_plane.service.planning import _competing_jobs
 from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._allocation import Allocation, begin
@@ -42,7 +42,7 @@ class Chain:
         use = (f"regions.use=[{', '.join(regions)}]", f"train.workers={workers}", "train.end={epochs: 50}")
         spec = load(self.job_file, use).spec
         draft = self.draft()
-        answer = self.allocation.admission(draft, spec, name, Learnt()).answer()
+        answer = self.allocation.admission(draft, spec, name, TaskHistory()).answer()
         assert isinstance(answer, AdmittedJob)
         state = first_state(name, 1000.0, spec, answer.plan, self.regions, None)
         at = 1000.0 + len(self.jobs)

@@ -76,7 +76,7 @@ THREADS = {
     "sync/ps/execution/executor.py",
     "sync/channel_clients/_s3.py",
     "sync/file_transfer/bulk.py",
-    "sync/file_transfer/intake.py",
+    "sync/file_transfer/file_receiver.py",
     "sync/tcp_streams/receiver.py",
     "sync/tcp_streams/sender.py",
 }

@@ -21,7 +21,7 @@ from functools import partial
 import structlog
 
 from control_plane.service.measuring._measurements import MeasurementFailed, Measurements
-from control_plane.service.measuring._task_history import Learnt, counts_labels, task_keys
+from control_plane.service.measuring._task_history import TaskHistory, counts_labels, task_keys
 from control_plane.service.rpc._wire import task_of
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
@@ -141,13 +141,13 @@ class Probing:
             task.cancel()
         await asyncio.gather(*going, return_exceptions=True)
 
-    async def learnt(
+    async def history(
         self,
         spec: JobSpec,
         code_digest: str,
         bundle_digest: str = "",
         submission: common_pb2.Submission | None = None,
-    ) -> Learnt:
+    ) -> TaskHistory:
         """Return all measurements of a task. A new task is probed first, if its code is uploaded; wait for that at most
         the time set at construction.
 
@@ -155,30 +155,32 @@ class Probing:
         step.
         """
         keys = task_keys(spec, code_digest)
-        learnt = await self._stored(keys)
-        if bundle_digest and not learnt.of_own_code(keys[0]) and not _is_complete(learnt.weight):
+        history = await self._stored(keys)
+        if bundle_digest and not history.of_own_code(keys[0]) and not _is_complete(history.weight):
             why = await self._probed(keys[0], spec, bundle_digest, submission or common_pb2.Submission())
-            learnt = await self._stored(keys)
+            history = await self._stored(keys)
             if why is not None and why.certain:
                 given = why.error.hint if why.error.hint != why.error.entry.hint else "correct the task module"
                 hint = f"{given}; it failed in a probe before the plan, and no job was created"
                 raise GeofedError(why.error.code, why.error.message, hint=hint)
-            if learnt.weight is None and why is not None:
-                return replace(learnt, note=f"the task was not probed: {why.error.message}")
-        return replace(learnt, note=self._note(learnt, keys[0]))
+            if history.weight is None and why is not None:
+                return replace(history, note=f"the task was not probed: {why.error.message}")
+        return replace(history, note=self._note(history, keys[0]))
 
-    async def _stored(self, keys: tuple[str, str]) -> Learnt:
-        learnt = await self._federation.read(lambda store: Learnt(tuple(store.runs(*keys)), store.weight(keys[0])))
-        weight = learnt.weight
+    async def _stored(self, keys: tuple[str, str]) -> TaskHistory:
+        history = await self._federation.read(
+            lambda store: TaskHistory(tuple(store.runs(*keys)), store.weight(keys[0]))
+        )
+        weight = history.weight
         if weight is None:
-            return learnt
+            return history
         recent = json.dumps(_recent_lacks(weight, self._federation.clock()))
-        return replace(learnt, weight=replace(weight, gpu_lacks_json=recent))
+        return replace(history, weight=replace(weight, gpu_lacks_json=recent))
 
-    def _note(self, learnt: Learnt, key: str) -> str:
+    def _note(self, history: TaskHistory, key: str) -> str:
         """Return why no steps are timed, or what else went wrong; empty if there are runs of the task."""
-        weight = learnt.weight
-        if weight is None or learnt.of_own_code(key):
+        weight = history.weight
+        if weight is None or history.of_own_code(key):
             return ""
         if weight.steps_json != "[]":
             return weight.note

@@ -71,7 +71,7 @@ class Ledger:
         """The other regions' servers, by region, as far as they are known."""
 
     def add(self, manifest: Manifest) -> None:
-        """Add an update after its transfer has written it durably (`sync.file_transfer.intake`)."""
+        """Add an update after its transfer has written it durably (`sync.file_transfer.file_receiver`)."""
         if manifest.sequence > self.marks[manifest.region] and self.follows(manifest):
             self._keep(manifest)
         self.sums.note_support(manifest)

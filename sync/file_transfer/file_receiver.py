@@ -25,7 +25,7 @@ from sync.tcp_streams.partial_file import PartialFile
 from sync.tcp_streams.receiver import BulkPort
 from sync.tcp_streams.sockets import Tls
 
-__all__ = ["MAX_UPDATE_BYTES", "Intake"]
+__all__ = ["MAX_UPDATE_BYTES", "FileReceiver"]
 
 _log = logging.getLogger("geofed.ps")
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -41,7 +41,7 @@ _VERDICTS = {
 }
 
 
-class Intake(sync_pb2_grpc.ExchangeServicer):
+class FileReceiver(sync_pb2_grpc.ExchangeServicer):
     """The receiving side of the exchange. Subclasses decide which callers are admitted, which updates are wanted, where
     they are stored, and what follows."""
 
@@ -311,8 +311,8 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
 class _BulkHandler:
     """Forwards the calls of the bulk streams' threads to the event loop."""
 
-    def __init__(self, intake: Intake, loop: asyncio.AbstractEventLoop) -> None:
-        self._intake, self._loop = intake, loop
+    def __init__(self, receiver: FileReceiver, loop: asyncio.AbstractEventLoop) -> None:
+        self._receiver, self._loop = receiver, loop
 
     def _ask(self, question: Coroutine[Any, Any, _Result]) -> _Result:
         try:
@@ -323,21 +323,21 @@ class _BulkHandler:
         return future.result()
 
     def greeted(self, caller: str, greeting: sync_pb2.BulkHello) -> None:
-        self._intake.admit(caller, greeting.job)
+        self._receiver.admit(caller, greeting.job)
 
     def adopted(self, caller: str, greeting: sync_pb2.BulkHello, connection: ssl.SSLSocket) -> None:
-        self._ask(self._intake.adopt_bulk(caller, greeting, connection))
+        self._ask(self._receiver.adopt_bulk(caller, greeting, connection))
 
     def offered(self, caller: str, offer: sync_pb2.BulkOffer) -> tuple[sync_pb2.OfferReply, PartialFile | None]:
-        return self._ask(self._intake.offer_bulk(caller, offer))
+        return self._ask(self._receiver.offer_bulk(caller, offer))
 
     def received(self, caller: str, count: int) -> None:
-        self._intake.count_received(caller, count)
+        self._receiver.count_received(caller, count)
 
     def landed(self, caller: str, offer: sync_pb2.BulkOffer) -> sync_pb2.OfferReply:
-        return self._ask(self._intake.landed_bulk(caller, offer))
+        return self._ask(self._receiver.landed_bulk(caller, offer))
 
     def failed(self, error: GeofedError) -> None:
         # If the loop is closed, the receiver has ended.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._intake.note_failure, error)
+            self._loop.call_soon_threadsafe(self._receiver.note_failure, error)

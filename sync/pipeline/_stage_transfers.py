@@ -1,4 +1,4 @@
-"""Lanes: a stage's uploads and downloads, concurrent with its computing.
+"""StageTransfers: a stage's uploads and downloads, concurrent with its computing.
 
 As in FuncPipe (section 3.1 of the paper), computing, uploading and downloading overlap, and receives are queued before
 their values are needed.
@@ -16,7 +16,7 @@ from geofed_pb.errors import GeofedError
 from sync.channel import Channel
 from sync.framing import Buffer
 
-__all__ = ["Lanes"]
+__all__ = ["StageTransfers"]
 
 _CHECK_SECONDS = 0.5
 """Interval at which a wait checks whether it is still needed."""
@@ -26,8 +26,8 @@ _DELETE_BATCH = 16
 _Pieces = Sequence[Buffer]
 
 
-class Lanes:
-    """The lanes of one computing thread. After an error, which any call may raise, they can only be closed."""
+class StageTransfers:
+    """The transfers of one computing thread. After an error, which any call may raise, they can only be closed."""
 
     def __init__(self, channel: Channel, timeout_seconds: float) -> None:
         """``timeout_seconds``: timeout of `take`, which then raises ``GeofedError("CHANNEL_TIMEOUT")``."""

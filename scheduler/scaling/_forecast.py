@@ -46,7 +46,7 @@ _FARTHEST = 20.0
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Forecast:
     """Explanations, each with its weight; arrays of shape (E,). Progress counts in steps of endless samples."""
 
     weights: Floats
@@ -77,10 +77,10 @@ class Outlook:
         return float(values[order[min(place, len(order) - 1)]])
 
 
-def outlook(seen: Sequence[StepObservation], most: int, target: float) -> Outlook:
-    """Return the outlook after all steps until now. Raises ``ValueError`` where there are fewer than four."""
+def forecast(seen: Sequence[StepObservation], most: int, target: float) -> Forecast:
+    """Return the forecast after all steps until now. Raises ``ValueError`` where there are fewer than four."""
     if len(seen) < 4:
-        raise ValueError("an outlook needs four steps")
+        raise ValueError("a forecast needs four steps")
     losses, groups = np.array([one.loss for one in seen]), _groups(len(seen))
     workers = np.array([float(one.workers) for one in seen])
     made = np.diff([one.step for one in seen], prepend=0)
@@ -110,13 +110,13 @@ def outlook(seen: Sequence[StepObservation], most: int, target: float) -> Outloo
     weights = shapes * (belief / shapes.sum(1))[:, None]
     each = weights.shape[1]
     weights = weights.ravel() / weights.sum()
-    return Outlook(weights, np.repeat(grid, each), np.repeat(progress[:, -1], each), np.concatenate(left))
+    return Forecast(weights, np.repeat(grid, each), np.repeat(progress[:, -1], each), np.concatenate(left))
 
 
-def unseen(most: int) -> Outlook:
-    """Return the outlook before the first step: the prior of the noise alone, with a target at distance 1."""
+def unseen(most: int) -> Forecast:
+    """Return the forecast before the first step: the prior of the noise alone, with a target at distance 1."""
     noises, weights = np.asarray(_NOISES * most), np.exp(_prior())
-    return Outlook(weights / weights.sum(), noises, np.zeros_like(noises), np.ones_like(noises))
+    return Forecast(weights / weights.sum(), noises, np.zeros_like(noises), np.ones_like(noises))
 
 
 def _groups(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
