@@ -7,7 +7,7 @@ from scheduler.deadline._curve import SpeedCurve, curve_from_table
 from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Overhead, Rules
 from scheduler.deadline._preemptible import KindAllotment, LatestExit, allot_kinds, latest_exit, preemptible_share
 from scheduler.deadline._reservations import Gang, Reservation, StaffingPace, devices_of
-from scheduler.deadline._schedule_simulation import Placement, Schedule
+from scheduler.deadline._schedule_simulation import Placement, SimulatedSchedule
 
 __all__ = [
     "LIVE",
@@ -24,7 +24,7 @@ __all__ = [
     "Placement",
     "Reservation",
     "Rules",
-    "Schedule",
+    "SimulatedSchedule",
     "SpeedCurve",
     "StaffingPace",
     "allot",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from scheduler.deadline._gang_simulation import previous_schedule, reserved_levels, simulate_gangs, with_schedule
 from scheduler.deadline._model import DeviceCapacity, Overhead, Rules
 from scheduler.deadline._reservations import Gang, Reservation, WorkerLedger
-from scheduler.deadline._schedule_simulation import Placement, Schedule
+from scheduler.deadline._schedule_simulation import Placement, SimulatedSchedule
 
 __all__ = ["LIVE", "Allotment", "Offer", "allot", "offer", "promised_at_once"]
 
@@ -102,10 +102,10 @@ def _shared_out(
     rules: Rules,
     before: Mapping[str, Reservation] | None,
     placement: Placement | None,
-) -> tuple[dict[str, int], Mapping[str, Reservation], Schedule]:
+) -> tuple[dict[str, int], Mapping[str, Reservation], SimulatedSchedule]:
     """Return the present paces, what is held, and the schedule with the fewest late gangs."""
     gangs = [gang.lasting() for gang in gangs]
-    best: tuple[dict[str, int], Mapping[str, Reservation], Schedule] | None = None
+    best: tuple[dict[str, int], Mapping[str, Reservation], SimulatedSchedule] | None = None
     tight: dict[str, float] = {}
     held: Mapping[str, Reservation] = {}
     for _ in range(1 + (_ROUNDS if len(gangs) <= _REPAIRED else 0)):
@@ -130,12 +130,12 @@ def _shared_out(
 
 
 def _better(
-    best: tuple[dict[str, int], Mapping[str, Reservation], Schedule] | None,
+    best: tuple[dict[str, int], Mapping[str, Reservation], SimulatedSchedule] | None,
     held: Mapping[str, Reservation],
-    schedule: Schedule,
+    schedule: SimulatedSchedule,
     gangs: Sequence[Gang],
     now: float,
-) -> tuple[dict[str, int], Mapping[str, Reservation], Schedule]:
+) -> tuple[dict[str, int], Mapping[str, Reservation], SimulatedSchedule]:
     """Return the schedule on which fewer jobs are late, with the paces that it begins with."""
     if best is not None and (schedule.fits, -len(schedule.late)) <= (best[2].fits, -len(best[2].late)):
         return best

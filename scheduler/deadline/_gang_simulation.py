@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from scheduler.deadline._model import DeviceCapacity, Rules
 from scheduler.deadline._reservations import Gang, Reservation
-from scheduler.deadline._schedule_simulation import Placement, Plan, Schedule, ScheduledJob, simulate_schedule
+from scheduler.deadline._schedule_simulation import Placement, Plan, ScheduledJob, SimulatedSchedule, simulate_schedule
 
 __all__ = ["previous_schedule", "reserved_levels", "simulate_gangs", "with_schedule"]
 
@@ -42,7 +42,7 @@ def simulate_gangs(
     plans: Mapping[str, Plan],
     rules: Rules,
     placement: Placement | None,
-) -> Schedule:
+) -> SimulatedSchedule:
     """Simulate all gangs to their ends, with ``paces`` now and ``plans`` later."""
     changes = sorted({at for capacity in capacities.values() for at, _ in capacity.changes if at > now})
     capacity_steps = tuple(
@@ -85,7 +85,9 @@ def reserved_levels(held: Reservation) -> Plan:
     return tuple(steps)
 
 
-def with_schedule(held: Mapping[str, Reservation], schedule: Schedule, gangs: Sequence[Gang]) -> dict[str, Reservation]:
+def with_schedule(
+    held: Mapping[str, Reservation], schedule: SimulatedSchedule, gangs: Sequence[Gang]
+) -> dict[str, Reservation]:
     """Return the reservations, each with its part of the schedule; a gang that is late in it is marked as late."""
     promised = {gang.name: gang.paces for gang in gangs if not gang.best_effort}
     found = dict(held)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from scheduler.deadline._model import Overhead
 
-__all__ = ["CapacitySteps", "Placement", "Schedule", "ScheduledJob", "simulate_schedule"]
+__all__ = ["CapacitySteps", "Placement", "ScheduledJob", "SimulatedSchedule", "simulate_schedule"]
 
 _SLACK_S = 1e-3
 """Seconds by which each promise is kept at least, so that rounding cannot invalidate a proof."""
@@ -66,7 +66,7 @@ class ScheduledJob:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SimulatedSchedule:
     """Levels and ends of all jobs if nothing unplanned happens."""
 
     plans: Mapping[str, Plan]
@@ -104,7 +104,7 @@ def simulate_schedule(
     placement: Placement | None = None,
     fixed_until_s: float = -math.inf,
     slack_s: float = _SLACK_S,
-) -> Schedule:
+) -> SimulatedSchedule:
     """Simulate all jobs, with the levels ``levels_now`` at first, and later as their plans need.
 
     A job's level increases when its plan's does. No level decreases before the devices are needed: first those of jobs
@@ -175,7 +175,7 @@ class _ScheduleSimulation:
                 self._queue_increase(number)
         heapify(self.increases)
 
-    def run(self) -> Schedule:
+    def run(self) -> SimulatedSchedule:
         """Simulate to the end and return the schedule."""
         jobs, unfinished = self.jobs, sum(math.isfinite(job.deadline_s) for job in self.jobs)
         while unfinished:
@@ -202,7 +202,7 @@ class _ScheduleSimulation:
             if math.isfinite(job.deadline_s) and ends[job.name] > job.deadline_s - self.slack_s
         }
         plans = {job.name: tuple(steps) for job, steps in zip(jobs, self.steps, strict=True)}
-        return Schedule(plans, ends, late, self.next_s, self.fits)
+        return SimulatedSchedule(plans, ends, late, self.next_s, self.fits)
 
     # --- time
 

@@ -33,7 +33,7 @@ from sync.ps.core.actions import SendUpdates
 from sync.ps.core.events import PeerHas, StateLost, SumGone, Tried, Unreached, UpdateStored
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.engine import Engine
-from sync.ps.execution.executor import FramedUpdate
+from sync.ps.execution.own_updates import FramedUpdate
 from sync.ps.mask_keys import MaskKeys
 from sync.ps.rejoin import rejoin_reply
 from sync.tcp_streams.receiver import BulkPort

@@ -66,7 +66,7 @@ class MaskKeys:
         machine = engine.machine
         own = [sequence for region, sequence in machine.ledger.kept if region == config.region]
         file = MaskFile(config.state_dir, max(0, machine.sequence, *own), lost=machine.state_lost)
-        self._key, engine.executor.mask_file = file.key, file
+        self._key, engine.executor.own_updates.mask_file = file.key, file
         self._told: set[str] = set()
         """Neighbours that know the keys of all regions."""
         self._refused: set[str] = set()
@@ -156,7 +156,7 @@ class MaskKeys:
             secrets = {
                 other: self._key.secret(own, other, bytes.fromhex(one.key), terms) for other, one in self._known.items()
             }
-            self._engine.executor.masks = PairMasks(own, secrets)
+            self._engine.executor.own_updates.masks = PairMasks(own, secrets)
         for region in sorted(self._known):
             self._engine.feed(MaskKeyKnown(region))
 

@@ -125,7 +125,7 @@ SURFACES = {
         "Allotment",
         "Buddy",
         "DeviceCapacity",
-        "Schedule",
+        "SimulatedSchedule",
         "SpeedCurve",
         "Gang",
         "Placement",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from scheduler.deadline import DeadlineJob, DeviceCapacity, Rules, Schedule, SpeedCurve
+from scheduler.deadline import DeadlineJob, DeviceCapacity, Rules, SimulatedSchedule, SpeedCurve
 from scheduler.lab.one_region._job_statistics import JobStatistics
 from scheduler.lab.one_region._minimum_share import least_device_seconds
 from scheduler.lab.one_region._verified_decisions import verified_decision
@@ -31,7 +31,7 @@ class OneRegionPolicy:
         self.statistics = JobStatistics(curve_error)
         self.seen: dict[str, dict[int, float]] = {}
         self.served_s: dict[str, float] = {}
-        self.schedule: Schedule | None = None
+        self.schedule: SimulatedSchedule | None = None
         self.most = 0
         """Largest number of devices so far."""
 

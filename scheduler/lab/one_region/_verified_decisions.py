@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Rules
-from scheduler.deadline._schedule_simulation import Placement, Plan, Schedule, ScheduledJob, simulate_schedule
+from scheduler.deadline._schedule_simulation import Placement, Plan, ScheduledJob, SimulatedSchedule, simulate_schedule
 from scheduler.lab.one_region._admit_one_region import admit
 from scheduler.lab.one_region._capacity import CapacityLedger, DeviceReservation
 from scheduler.lab.one_region._minimum_share import request_of
@@ -39,8 +39,8 @@ class VerifiedDecision:
     """The new jobs that have a promise now, with the deadline that was promised."""
     shares: Mapping[str, int]
     """Devices from now on, by job; refused jobs are missing."""
-    schedule: Schedule
-    """Schedule to be followed until something happens; the next decision needs it."""
+    schedule: SimulatedSchedule
+    """SimulatedSchedule to be followed until something happens; the next decision needs it."""
 
 
 def verified_decision(
@@ -51,7 +51,7 @@ def verified_decision(
     new: Collection[str] = (),
     rules: Rules | None = None,
     asking: Rules | None = None,
-    before: Schedule | None = None,
+    before: SimulatedSchedule | None = None,
     placement: Placement | None = None,
     keep: bool = False,
 ) -> VerifiedDecision:
@@ -73,7 +73,7 @@ class _Candidate:
     """A candidate that was tried."""
 
     promised: tuple[DeadlineJob, ...]
-    schedule: Schedule
+    schedule: SimulatedSchedule
     jobs: tuple[DeadlineJob, ...]
     """All jobs that would be in the system."""
     tight: dict[str, float] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class _Decision:
         new: Collection[str],
         rules: Rules,
         asking: Rules | None,
-        before: Schedule | None,
+        before: SimulatedSchedule | None,
         placement: Placement | None,
         keep: bool,
     ) -> None:
@@ -190,7 +190,7 @@ class _Decision:
     def _kept(self) -> _Candidate:
         """Return all jobs as in the last schedule, without new ones."""
         jobs = self._jobs_with({})
-        before = self.before or Schedule({}, {}, {}, math.inf)
+        before = self.before or SimulatedSchedule({}, {}, {}, math.inf)
         plans = {job.name: before.plans.get(job.name, ()) for job in jobs}
         shares = {job.name: before.level(job.name, self.now) for job in jobs}
         return _Candidate((), self._simulated(jobs, plans, shares), tuple(jobs))
@@ -219,7 +219,7 @@ class _Decision:
             else None
         )
 
-    def _free_after(self, schedule: Schedule) -> CapacityLedger:
+    def _free_after(self, schedule: SimulatedSchedule) -> CapacityLedger:
         """Return what a schedule leaves free, without best effort, which yields."""
         spans = []
         for job in self.old:
@@ -251,7 +251,7 @@ class _Decision:
         plans: Mapping[str, Plan],
         shares: Mapping[str, int],
         fixed_until_s: float = -math.inf,
-    ) -> Schedule:
+    ) -> SimulatedSchedule:
         scheduled = [
             ScheduledJob(
                 job.name, job.work, job.deadline_s, job.share, job.ready_s, plans.get(job.name, ()),

@@ -53,8 +53,9 @@ from sync.ps.core.events import (
 from sync.ps.core.machine import Setup
 from sync.ps.execution import checkpoints
 from sync.ps.execution import executor as executor_module
+from sync.ps.execution.checkpoint_file import PendingCheckpoint
 from sync.ps.execution.executor import ActionExecutor
-from sync.ps.execution.storage import PendingCheckpoint, Storage
+from sync.ps.execution.storage import Storage
 from sync.wan import ExchangeSettings, policy_of
 
 REGIONS = ("a", "b")

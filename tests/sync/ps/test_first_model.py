@@ -26,7 +26,8 @@ from sync.ps.core.background import Background
 from sync.ps.core.events import Attached, Configured, OwnUpdateStored
 from sync.ps.core.machine import FIRST_WEIGHT, Machine, Setup
 from sync.ps.core.synchronous import Synchronous
-from sync.ps.execution.executor import ActionExecutor, FramedUpdate
+from sync.ps.execution.executor import ActionExecutor
+from sync.ps.execution.own_updates import FramedUpdate
 from sync.ps.execution.storage import Storage
 from sync.wan import policy_of
 
