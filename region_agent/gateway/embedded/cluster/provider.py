@@ -191,7 +191,7 @@ class ClusterProvider(RemoteProvider):
             except GeofedError as error:
                 if str(error) != told:
                     told = str(error)
-                    _log.warning("the cluster could not be looked at", cause=told)
+                    _log.warning("the state of the cluster could not be read", cause=told)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look_now.wait(), self._pause)
             self._look_now.clear()
