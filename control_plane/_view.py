@@ -81,10 +81,7 @@ def _slack(job: control_pb2.Job) -> float | None:
     done = min((part.round for part in job.partitions), default=0)
     if job.started_at and done:
         return job.deadline_at - now - (job.rounds - done) * (now - job.started_at) / done
-    # Older control planes send it only in the plan.
-    estimate = {} if job.expected_seconds else (_loaded(job.plan_json) or {}).get("estimate", {})
-    planned = job.expected_seconds or float(estimate.get("seconds", {}).get("expected", 0.0))
-    return job.deadline_at - max(now, (job.started_at or now) + planned)
+    return job.deadline_at - max(now, (job.started_at or now) + job.expected_seconds)
 
 
 def slack_text(view: Data) -> str:

@@ -125,6 +125,28 @@ class ControlClient:
                 self._chosen = len(self._addresses) == 1
             raise
 
+    async def _followed(
+        self,
+        method: Callable[[control_pb2_grpc.ControlStub], Any],
+        request: control_pb2.WatchRequest | control_pb2.LogsRequest,
+        on_break: OnBreak | None,
+    ) -> AsyncGenerator[Any, None]:
+        """Yield what a stream sends after the request's cursor, over lost connections if the request follows it."""
+        while True:
+            try:
+                async with self._calling():
+                    stream = method(self._stub)(request, metadata=self._metadata, wait_for_ready=request.follow)
+                    async for message in stream:
+                        request.cursor = message.cursor
+                        yield message
+                return
+            except GeofedError as error:
+                if not request.follow or error.code not in OUTAGE:
+                    raise
+                if on_break is not None:
+                    on_break(error)
+            await asyncio.sleep(RETRY_WAIT.total_seconds())
+
     @classmethod
     def connect(cls, context: Context) -> ControlClient:
         """Return a client for a context. Raises ``GeofedError("UNAUTHENTICATED")`` if its files cannot be read."""
@@ -466,22 +488,12 @@ class ControlClient:
 
         `on_break` is called for each lost connection; events in between are not lost.
         """
-        while True:
-            request = control_pb2.WatchRequest(job=job, cursor=cursor, follow=follow)
-            try:
-                async with self._calling():
-                    async for event in self._stub.Watch(request, metadata=self._metadata, wait_for_ready=follow):
-                        cursor = event.cursor
-                        yield event
-                        if job and event.terminal:
-                            return
-                return
-            except GeofedError as error:
-                if not follow or error.code not in OUTAGE:
-                    raise
-                if on_break is not None:
-                    on_break(error)
-            await asyncio.sleep(RETRY_WAIT.total_seconds())
+        request = control_pb2.WatchRequest(job=job, cursor=cursor, follow=follow)
+        async with aclosing(self._followed(lambda stub: stub.Watch, request, on_break)) as events:
+            async for event in events:
+                yield event
+                if job and event.terminal:
+                    return
 
     async def logs(
         self,
@@ -494,20 +506,10 @@ class ControlClient:
         on_break: OnBreak | None = None,
     ) -> AsyncIterator[control_pb2.LogLine]:
         """Yield the log lines of a job in order; with `follow` until it has ended, over lost connections."""
-        while True:
-            request = control_pb2.LogsRequest(job=job, region=region, cursor=cursor, tail=tail, follow=follow)
-            try:
-                async with self._calling():
-                    async for line in self._stub.Logs(request, metadata=self._metadata, wait_for_ready=follow):
-                        cursor = line.cursor
-                        yield line
-                return
-            except GeofedError as error:
-                if not follow or error.code not in OUTAGE:
-                    raise
-                if on_break is not None:
-                    on_break(error)
-            await asyncio.sleep(RETRY_WAIT.total_seconds())
+        request = control_pb2.LogsRequest(job=job, region=region, cursor=cursor, tail=tail, follow=follow)
+        async with aclosing(self._followed(lambda stub: stub.Logs, request, on_break)) as lines:
+            async for line in lines:
+                yield line
 
     async def model(
         self, job: str, *, round_: int = 0, region: str = "", offset: int = 0

@@ -38,6 +38,7 @@ from control_plane.service import (
     EnrolmentService,
     Federation,
     JobEntry,
+    LeaderSilence,
     Leading,
     Measurements,
     MetricsExporter,
@@ -46,7 +47,6 @@ from control_plane.service import (
     RegionCheck,
     Replanner,
     SignInService,
-    Silence,
     StoreThreads,
     Sweeper,
     UserCheck,
@@ -247,7 +247,7 @@ async def _take(
     known: dict[str, JobEntry],
 ) -> ServeConfig:
     """Return once this control plane leads. Meanwhile tell everybody who asks that another one does."""
-    silence, stands_by = Silence(), False
+    silence, stands_by = LeaderSilence(), False
     name = f"{_own_address(config)} (process {os.getpid()} on {socket.gethostname()})"
     while True:
         try:

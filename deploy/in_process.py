@@ -27,6 +27,7 @@ from region_agent.worker.invocation import ClientRounds, Invocation, Schedule
 from region_agent.worker.loop import WorkerLoop
 from region_agent.worker.task import TaskModule, load_task
 from sync import framing
+from sync.channel_clients import FileChannel
 from sync.codec import codec_named
 from sync.histograms import Histogram, from_messages
 from sync.layout import Layout
@@ -34,13 +35,12 @@ from sync.policy import Contribution, policy_named
 from sync.ps.execution.export import to_safetensors
 from sync.ps.execution.replica import Replica, ReplicaState
 from sync.seeding import seed_all
-from sync.store import FileChannel
 from sync.wan import ExchangeSettings, policy_of
 
 if TYPE_CHECKING:
     from control_plane.spec import JobSpec
 
-__all__ = ["Trained", "train_clients"]
+__all__ = ["TrainedModel", "train_clients"]
 
 _REGION = "here"
 _OF_LINKS = (
@@ -53,7 +53,7 @@ _WITHOUT_EFFECT = ("goal", "patience", "time")
 
 
 @dataclass
-class Trained:
+class TrainedModel:
     """What came of a training."""
 
     rounds: list[dict[str, Any]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Trained:
     """Of the last evaluation."""
 
 
-def train_clients(job_file: Path, splits: dict[str, Path], clients: Sequence[int]) -> Trained:
+def train_clients(job_file: Path, splits: dict[str, Path], clients: Sequence[int]) -> TrainedModel:
     """Train the job of a file, which has `clients`, over the data of files by split; ``clients``: of each sample of
     `train`, in the order of the task's dataset.
 
@@ -122,7 +122,7 @@ class _Owned:
         return self._data[index]
 
 
-def _train(spec: JobSpec, task: TaskModule, data: dict[str, Any], channel: FileChannel) -> Trained:
+def _train(spec: JobSpec, task: TaskModule, data: dict[str, Any], channel: FileChannel) -> TrainedModel:
     train, wanted = spec.train, spec.clients
     assert wanted is not None
     rounds = ClientRounds(
@@ -178,7 +178,7 @@ class _Server:
         self._layout: Layout | None = None
         self._replica: Replica | None = None
         self._round, self._samples = 0, 0.0
-        self.found = Trained()
+        self.found = TrainedModel()
 
     def __enter__(self) -> _Server:
         return self
@@ -229,7 +229,7 @@ class _Server:
     def stepped(self, request: worker_pb2.SteppedRequest) -> None:
         """Do nothing: nobody looks at single steps."""
 
-    def finished(self) -> Trained:
+    def finished(self) -> TrainedModel:
         """Return what came of the training, with the model."""
         assert self._replica is not None
         assert self._layout is not None

@@ -19,8 +19,8 @@ from control_plane.service import AGENT_RULES, CONTROL_RULES
 from control_plane.spec import json_schema as job_schema
 from geofed_pb.security.access import Rule
 from region_agent.config import json_schema as region_schema
+from sync.file_transfer.access import EXCHANGE_RULES
 from sync.ps.server import WORKER_RULES
-from sync.transfer.access import EXCHANGE_RULES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _CHART_SCHEMA = Path(__file__).resolve().parent / "helm" / "geofed" / "values.schema.json"
@@ -234,7 +234,7 @@ def _text(description: str) -> str:
 _RPCS = """\
 # Who may call which RPC
 
-<!-- Written by `make docs` from the rules in control_plane/service/rpc/_access.py, sync/transfer/access.py and
+<!-- Written by `make docs` from the rules in control_plane/service/rpc/_access.py, sync/file_transfer/access.py and
 sync/ps/server.py. -->
 
 One interceptor in front of each port checks these rules at the start of a call, and again at each of its messages. An

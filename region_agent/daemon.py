@@ -34,7 +34,7 @@ from region_agent.gateway.functions import Isolation
 from region_agent.gateway.owner import Owner
 from region_agent.isolation import isolation_of
 from region_agent.link.blobs import Blobs
-from region_agent.link.control_plane_stream import Hub
+from region_agent.link.control_plane_stream import ControlPlaneStream
 from region_agent.link.identity import Identity
 from region_agent.link.log_shipping import LogShipping
 from region_agent.partition.billing import invocation_amounts
@@ -112,7 +112,7 @@ class Agent:
         self._store = AgentStore(state_dir / "agent.db")
         self._preemptible = preemptible_workers(state_dir, config.capacity.preemptible)
         """Present number of preemptible workers."""
-        self._hub = Hub(
+        self._hub = ControlPlaneStream(
             self._identity,
             self._store,
             self._catalogue_json,

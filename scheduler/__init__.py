@@ -29,20 +29,20 @@ from scheduler._model import (
     StartBilled,
 )
 from scheduler._plan import Planner, plan
-from scheduler._rescaling import Restaffing, Staffed, pace, paces, restaff
+from scheduler._rescaling import RunningRegion, WorkerChange, pace, paces, worker_change
 from scheduler.search import BatchPlanner, tried_batches
 from scheduler.topology import (
+    LinkMeasurement,
     Rerouting,
-    Sighting,
     Topologies,
     Topology,
-    as_seen,
+    choose_again,
     choose_topology,
     evaluate_topologies,
     evaluate_topology,
     measured_path,
-    rechosen,
     rerouted,
+    with_measurements,
 )
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "Declined",
     "Demand",
     "Link",
+    "LinkMeasurement",
     "LinkTable",
     "Path",
     "Phase",
@@ -72,15 +73,14 @@ __all__ = [
     "Reason",
     "Region",
     "Rerouting",
-    "Restaffing",
-    "Sighting",
+    "RunningRegion",
     "Snapshot",
     "Split",
-    "Staffed",
     "StartBilled",
     "Topologies",
     "Topology",
-    "as_seen",
+    "WorkerChange",
+    "choose_again",
     "choose_topology",
     "estimate",
     "evaluate_topologies",
@@ -90,12 +90,12 @@ __all__ = [
     "pace",
     "paces",
     "plan",
-    "rechosen",
     "rerouted",
-    "restaff",
     "round_compute_seconds",
     "step_seconds",
     "stood_still_seconds",
     "tried_batches",
     "unmeasured_mb",
+    "with_measurements",
+    "worker_change",
 ]

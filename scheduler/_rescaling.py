@@ -17,14 +17,14 @@ from scheduler._cost_model import MERGE_SECONDS
 __all__ = [
     "EvaluatedOption",
     "Option",
-    "Restaffing",
-    "Staffed",
+    "RunningRegion",
     "Staffing",
+    "WorkerChange",
     "options",
     "pace",
     "paces",
-    "restaff",
     "taken",
+    "worker_change",
 ]
 
 CHANGE_SECONDS = 3.0
@@ -42,7 +42,7 @@ Predictions are not more accurate than that."""
 
 
 @dataclass(frozen=True)
-class Staffed:
+class RunningRegion:
     """One region of a running job."""
 
     region: str
@@ -68,7 +68,7 @@ class Staffed:
 
 
 @dataclass(frozen=True)
-class Restaffing:
+class WorkerChange:
     """A change of the numbers of workers."""
 
     workers: Mapping[str, int]
@@ -78,7 +78,7 @@ class Restaffing:
 
 
 def pace(
-    regions: Sequence[Staffed], exchange_seconds: float, background: bool, workers: Sequence[int] | None = None
+    regions: Sequence[RunningRegion], exchange_seconds: float, background: bool, workers: Sequence[int] | None = None
 ) -> float:
     """Return rounds per second with a number of workers in each region; None: with the present ones, which must be
     above 0."""
@@ -88,7 +88,7 @@ def pace(
 
 
 def paces(
-    regions: Sequence[Staffed], exchange_seconds: float, background: bool
+    regions: Sequence[RunningRegion], exchange_seconds: float, background: bool
 ) -> tuple[tuple[Mapping[str, int], float], ...]:
     """Return the ways to staff a job, each faster than the one before with no fewer workers anywhere: workers by
     region, and rounds a second.
@@ -123,13 +123,13 @@ def _in_line(one: Sequence[int], other: Sequence[int]) -> bool:
     return all(d >= 0 for d in differences) or all(d <= 0 for d in differences)
 
 
-def _bounds(region: Staffed) -> Staffing:
+def _bounds(region: RunningRegion) -> Staffing:
     load_seconds = region.steps_per_round * region.batch / region.samples_per_second
     return Staffing(load_seconds, max(1, min(region.free, region.batch)))
 
 
-def restaff(
-    regions: Sequence[Staffed],
+def worker_change(
+    regions: Sequence[RunningRegion],
     *,
     rounds_left: int,
     exchange_seconds: float,
@@ -137,7 +137,7 @@ def restaff(
     minimise: str,
     deadline_seconds: float | None = None,
     budget_usd: float | None = None,
-) -> Restaffing | None:
+) -> WorkerChange | None:
     """Return the change that is worth it; None: continue unchanged. ``deadline_seconds`` and ``budget_usd`` are what is
     left of them.
 
@@ -167,7 +167,7 @@ def restaff(
     if best.option.workers == now.option.workers or reason is None:
         return None
     changed = {r.region: n for r, n in zip(regions, best.option.workers, strict=True) if r.workers != n}
-    return Restaffing(changed, reason)
+    return WorkerChange(changed, reason)
 
 
 def _reason(

@@ -298,8 +298,6 @@ class SendStart:
     """Whether its parameter server has run there before."""
     initial_model: str = ""
     """Digest of the model that the job starts from; empty: the task's own."""
-    keeps_base: bool = False
-    """Whether tensors that never change are left out of the exchange."""
     initial_job: str = ""
     """Job that the initial model is of."""
     initial_holds: str = ""

@@ -159,7 +159,7 @@ class JobMachine:
         self._update_partition(part)
         # What is not trained is not exchanged, so that every region needs the file.
         model = self.state.initial_model
-        start = SendStart(part.region, part.epoch, part.ran, keeps_base=self.state.keeps_base)
+        start = SendStart(part.region, part.epoch, part.ran)
         if model is not None:
             start = replace(
                 start, initial_model=model.digest, initial_job=model.job, initial_holds=model.holds,

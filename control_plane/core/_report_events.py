@@ -57,8 +57,8 @@ def records_of(part: Partition, report: Report) -> list[Record]:
 def _taken(last: Report, report: Report) -> dict[str, float]:
     """Return what the rounds since the last event have taken, in seconds; empty: not known.
 
-    It is not known if the last report had rounds and no times, as of an older agent or control plane; if an agent has
-    lost its disk; and if a parameter server was ended between a round's steps and its exchange: only it knew the steps.
+    It is not known if the last report had rounds and no times; if an agent has lost its disk; and if a parameter server
+    was ended between a round's steps and its exchange: only it knew the steps.
     """
     if report.time is None or (last.time is None and last.round > 0):
         return {}

@@ -423,9 +423,6 @@ class JobState:
     trained_at: float = 0.0
     """When all regions had finished their training; 0: not yet, or under an older version."""
     finished_at: float = 0.0
-    keeps_base: bool = False
-    """Whether tensors that never change are left out of the exchange, in all regions and for the whole job; jobs that
-    began under an earlier version exchange them."""
     exact: bool = True
     """Whether all regions must end with a bit-identical model. With exchange in the background regions merge the same
     updates in different orders, so that the last bits differ."""

@@ -109,7 +109,7 @@ def identity_of(claims: Mapping[str, Any], claim: str) -> str:
     value = claims.get(claim)
     if not isinstance(value, str) or not value:
         hint = "ask for another scope, or start the control plane with another --oidc-claim"
-        raise GeofedError("UNAUTHENTICATED", f"the identity provider tells no {claim!r}", hint=hint)
+        raise GeofedError("UNAUTHENTICATED", f"the identity provider gives no {claim!r}", hint=hint)
     if claim == "email" and claims.get("email_verified") is not True:
         hint = "verify it there, or start the control plane with another --oidc-claim"
         text = f"the identity provider has not verified the address {clean(value, 320)}"

@@ -20,7 +20,7 @@ from control_plane.service.state._draft import OPERATOR
 from control_plane.service.state._entries import JobEntry, reported_workers
 from control_plane.service.state._federation import Federation
 from control_plane.service.state._job_lookup import active_jobs
-from control_plane.service.state._leadership import SILENT_SECONDS, Leading, Silence, StoreThreads
+from control_plane.service.state._leadership import SILENT_SECONDS, LeaderSilence, Leading, StoreThreads
 from control_plane.service.storage._deletion import require_deletable
 from control_plane.service.storage._inventory import KEEP
 from control_plane.service.storage._sweeper import Sweeper
@@ -40,6 +40,7 @@ __all__ = [
     "EnrolmentService",
     "Federation",
     "JobEntry",
+    "LeaderSilence",
     "Leading",
     "Measurements",
     "MetricsExporter",
@@ -48,7 +49,6 @@ __all__ = [
     "RegionCheck",
     "Replanner",
     "SignInService",
-    "Silence",
     "StoreThreads",
     "Sweeper",
     "UserCheck",

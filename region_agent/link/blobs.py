@@ -14,7 +14,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import disk_full_as_error, write_durably
 from geofed_pb.files.task_folder import read_parts
 from geofed_pb.v1 import agent_pb2
-from region_agent.link.control_plane_stream import Hub
+from region_agent.link.control_plane_stream import ControlPlaneStream
 from region_agent.own_model import own_model_file
 from region_agent.partition.server_process import PsProcess
 from region_agent.state.audit_log import RegionAudit
@@ -27,7 +27,7 @@ __all__ = ["Blobs"]
 class Blobs:
     """Transfers of code and models, which are recorded in the region's audit log where something leaves it."""
 
-    def __init__(self, hub: Hub, audit: RegionAudit, state_dir: Path) -> None:
+    def __init__(self, hub: ControlPlaneStream, audit: RegionAudit, state_dir: Path) -> None:
         self._hub, self._audit, self._state_dir = hub, audit, state_dir
         self._turn = asyncio.Lock()
 

@@ -22,7 +22,7 @@ import structlog
 from geofed_pb.address import addresses_of
 from geofed_pb.bounds import SESSION_MESSAGE_BYTES
 from geofed_pb.errors import GeofedError
-from geofed_pb.features import FEATURES
+from geofed_pb.features import ANNOUNCED
 from geofed_pb.files.durable import disk_full_as_error
 from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of, to_proto
 from geofed_pb.tasks import awaited
@@ -33,7 +33,7 @@ from region_agent.link.outgoing import ReportQueue, fitted, is_transient, too_la
 from region_agent.state.store import AgentStore
 from sync.framing import digest_of
 
-__all__ = ["Commands", "Hub"]
+__all__ = ["Commands", "ControlPlaneStream"]
 
 _log = structlog.get_logger("geofed.hub")
 _BACKOFF_FIRST_SECONDS = 0.2
@@ -93,7 +93,7 @@ class Commands(Protocol):
         """Handle a state directory that is older than the control plane's knowledge, as after a restore of a backup."""
 
 
-class Hub:
+class ControlPlaneStream:
     """The region's side of the session.
 
     Commands are stored before they are acknowledged, and reports before they are sent. After a lost connection each
@@ -217,7 +217,7 @@ class Hub:
                 command_cursor=self._store.command_cursor(),
                 catalogue_json=self._catalogue(),
                 report_cursor=self._store.reports_acknowledged(),
-                features=FEATURES,
+                features=ANNOUNCED,
             )
             if hello.ByteSize() > SESSION_MESSAGE_BYTES:
                 hint = "remove datasets from the region's file"

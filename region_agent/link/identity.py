@@ -21,8 +21,8 @@ from geofed_pb.errors import CATALOGUE, GeofedError
 from geofed_pb.files.durable import write_durably
 from geofed_pb.rpc import read_pem, region_in, region_name
 from region_agent.config import RegionConfig
-from sync.transport.revoked import RevokedSerials
-from sync.transport.sockets import Tls
+from sync.tcp_streams.revoked import RevokedSerials
+from sync.tcp_streams.sockets import Tls
 
 __all__ = ["Identity", "Invitation", "make_request", "read_invitation"]
 

@@ -16,9 +16,9 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.platforms import Platform
 from region_agent.config import FileChannelConfig, RedisChannelConfig, RegionConfig, S3ChannelConfig
 from sync.channel import Channel, Usage
+from sync.channel_clients import open_channel
 from sync.collective import ChannelCosts
 from sync.merging import probe
-from sync.store import open_channel
 
 __all__ = ["METERED", "RegionChannel", "channel_text", "usage_meters"]
 

@@ -30,8 +30,8 @@ from region_agent.tasks.folder import TaskFolder
 from region_agent.worker.data.spec import Stream
 from region_agent.worker.invocation import ShardFile
 from sync.channel import channel_kind
+from sync.channel_clients import fence_key
 from sync.collective import DEFAULT, collective_named
-from sync.store import fence_key
 
 __all__ = ["HeldDevices", "Invocations"]
 

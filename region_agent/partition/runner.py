@@ -101,7 +101,7 @@ from region_agent.tasks.environments import Environments
 from region_agent.tasks.folder import TaskFolder
 from region_agent.worker.invocation import CALL_GRACE, Outcome
 from sync.ps.config import PsConfig
-from sync.transport.sockets import DIAL_FAULT
+from sync.tcp_streams.sockets import DIAL_FAULT
 
 __all__ = ["TRACING", "PartitionContext", "PartitionRunner"]
 

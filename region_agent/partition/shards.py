@@ -20,7 +20,7 @@ from region_agent.shards.receiving import ShardPort, ShardStore, open_port
 from region_agent.worker.data.index import join_indexes
 from region_agent.worker.data.spec import Stream
 from region_agent.worker.invocation import ShardFile
-from sync.transport.sockets import Tls
+from sync.tcp_streams.sockets import Tls
 
 __all__ = ["SHARDS", "PartitionShards"]
 

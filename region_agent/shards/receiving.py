@@ -24,13 +24,13 @@ from region_agent.config import RegionConfig
 from region_agent.partition.server_process import free_ports
 from region_agent.shards.listing import MAX_LIST_BYTES, ShardManifest, read_list
 from region_agent.worker.invocation import ShardFile
-from sync.transfer.access import EXCHANGE_RULES, PeerCheck, end_revoked
-from sync.transfer.arrival import Tickets
-from sync.transfer.intake import MAX_UPDATE_BYTES, Intake
-from sync.transfer.listening import credentials, listen
-from sync.transfer.manifest import Manifest, Verdict
-from sync.transfer.wire import manifest_of
-from sync.transport.sockets import Tls
+from sync.file_transfer.access import EXCHANGE_RULES, PeerCheck, end_revoked
+from sync.file_transfer.arrival import Tickets
+from sync.file_transfer.file_receiver import MAX_UPDATE_BYTES, FileReceiver
+from sync.file_transfer.listening import credentials, listen
+from sync.file_transfer.manifest import Manifest, Verdict
+from sync.file_transfer.wire import manifest_of
+from sync.tcp_streams.sockets import Tls
 
 __all__ = ["LIST_SEQUENCE", "ShardPort", "ShardStore", "open_port"]
 
@@ -155,7 +155,7 @@ class ShardStore:
         return {split: tuple(files) for split, files in found.items()}
 
 
-class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
+class ShardPort(FileReceiver, sync_pb2_grpc.ShardPortServicer):
     """Service that receives the shards that a job's plan assigns to this region, each only from its own region."""
 
     def __init__(self, job: str, region: str, cloud: str, stores: Iterable[ShardStore]) -> None:

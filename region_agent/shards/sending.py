@@ -27,10 +27,10 @@ from region_agent.policy import check_sending
 from region_agent.shards.listing import FileContent, Listed, ShardManifest, listed
 from region_agent.shards.receiving import LIST_SEQUENCE
 from region_agent.state.store import AgentStore
-from sync.transfer.intake import MAX_UPDATE_BYTES
-from sync.transfer.manifest import Manifest, PeerAddress
-from sync.transfer.peer_sender import PeerSender, SenderCallbacks
-from sync.transport.sockets import Tls
+from sync.file_transfer.file_receiver import MAX_UPDATE_BYTES
+from sync.file_transfer.manifest import Manifest, PeerAddress
+from sync.file_transfer.peer_sender import PeerSender, SenderCallbacks
+from sync.tcp_streams.sockets import Tls
 
 __all__ = ["Sending", "SendingContext"]
 

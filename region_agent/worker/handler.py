@@ -45,9 +45,9 @@ from region_agent.worker.task import TaskModule, load_task, task_fault, unpack
 from region_agent.worker.training.stage import ModelStage, pipeline_of
 from region_agent.worker.training.trainer import Trainer, WholeModel
 from sync.channel import Channel
+from sync.channel_clients import open_channel
 from sync.pipeline import measure_messages
 from sync.seeding import seed_all
-from sync.store import open_channel
 
 __all__ = ["fault_of", "handle", "loaded_from", "prepare_process", "renew"]
 

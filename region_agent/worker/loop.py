@@ -515,9 +515,6 @@ class WorkerLoop:
             return False
         frame = framing.decode(stored)
         facts = frame.facts
-        if "x/tree" not in frame.tensors:
-            # Stored by an earlier version of geofed: the round starts again.
-            return False
         if facts.get("base", 0) != self._flat.base.checksum and not self._trainer.in_stages:
             text = "model(config) makes other values of what is not trained each time it is called"
             raise GeofedError("TASK_INVALID", text, hint="make them from the seed that torch has when it is called")

@@ -5,34 +5,34 @@ from scheduler.deadline._admission import LIVE, Allotment, Offer, allot, offer, 
 from scheduler.deadline._buddy import Buddy, BuddyPlacement
 from scheduler.deadline._curve import SpeedCurve, curve_from_table
 from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Overhead, Rules
-from scheduler.deadline._preemptible import Kinds, Refuge, allot_kinds, refuge, spot_share
-from scheduler.deadline._promises import Course, Ground
+from scheduler.deadline._preemptible import KindAllotment, LatestExit, allot_kinds, latest_exit, preemptible_share
 from scheduler.deadline._reservations import Gang, Reservation, StaffingPace, devices_of
+from scheduler.deadline._schedule_simulation import Placement, SimulatedSchedule
 
 __all__ = [
     "LIVE",
     "Allotment",
     "Buddy",
     "BuddyPlacement",
-    "Course",
     "DeadlineJob",
     "DeviceCapacity",
     "Gang",
-    "Ground",
-    "Kinds",
+    "KindAllotment",
+    "LatestExit",
     "Offer",
     "Overhead",
-    "Refuge",
+    "Placement",
     "Reservation",
     "Rules",
+    "SimulatedSchedule",
     "SpeedCurve",
     "StaffingPace",
     "allot",
     "allot_kinds",
     "curve_from_table",
     "devices_of",
+    "latest_exit",
     "offer",
+    "preemptible_share",
     "promised_at_once",
-    "refuge",
-    "spot_share",
 ]

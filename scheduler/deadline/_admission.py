@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from scheduler.deadline._gang_simulation import as_before, followed, levels_held, on_course
+from scheduler.deadline._gang_simulation import previous_schedule, reserved_levels, simulate_gangs, with_schedule
 from scheduler.deadline._model import DeviceCapacity, Overhead, Rules
-from scheduler.deadline._promises import Course, Ground
 from scheduler.deadline._reservations import Gang, Reservation, WorkerLedger
+from scheduler.deadline._schedule_simulation import Placement, SimulatedSchedule
 
 __all__ = ["LIVE", "Allotment", "Offer", "allot", "offer", "promised_at_once"]
 
@@ -76,7 +76,7 @@ def allot(
     gangs: Sequence[Gang],
     rules: Rules = LIVE,
     before: Mapping[str, Reservation] | None = None,
-    ground: Ground | None = None,
+    placement: Placement | None = None,
 ) -> Allotment:
     """Assign the workers of all regions.
 
@@ -85,14 +85,14 @@ def allot(
     held (``before``), which fitted then. What is free now goes to best effort at the slowest pace, running jobs first,
     then those of the least served user; then to the jobs that use it best.
 
-    The answer is simulated to the end, each change with its pause (``follow``). If a job with a promise would be late,
-    it is simulated again without spare workers; if that does not help, everything continues as in the last answer that
-    held, which still holds with exact speeds and no failure. If none holds, the one with the fewest late jobs is
-    chosen. ``before`` is the ``held`` of the answer before this, or of an offer since; the `ground` is for one region
-    only.
+    The answer is simulated to the end, each change with its pause (``simulate_schedule``). If a job with a promise
+    would be late, it is simulated again without spare workers; if that does not help, everything continues as in the
+    last answer that held, which still holds with exact speeds and no failure. If none holds, the one with the fewest
+    late jobs is chosen. ``before`` is the ``held`` of the answer before this, or of an offer since; the `placement` is
+    for one region only.
     """
-    paces, held, course = _shared_out(now, capacities, gangs, rules, before, ground)
-    return Allotment(paces, on_course(held, course, gangs))
+    paces, held, schedule = _shared_out(now, capacities, gangs, rules, before, placement)
+    return Allotment(paces, with_schedule(held, schedule, gangs))
 
 
 def _shared_out(
@@ -101,11 +101,11 @@ def _shared_out(
     gangs: Sequence[Gang],
     rules: Rules,
     before: Mapping[str, Reservation] | None,
-    ground: Ground | None,
-) -> tuple[dict[str, int], Mapping[str, Reservation], Course]:
-    """Return the present paces, what is held, and the course with the fewest late gangs."""
+    placement: Placement | None,
+) -> tuple[dict[str, int], Mapping[str, Reservation], SimulatedSchedule]:
+    """Return the present paces, what is held, and the schedule with the fewest late gangs."""
     gangs = [gang.lasting() for gang in gangs]
-    best: tuple[dict[str, int], Mapping[str, Reservation], Course] | None = None
+    best: tuple[dict[str, int], Mapping[str, Reservation], SimulatedSchedule] | None = None
     tight: dict[str, float] = {}
     held: Mapping[str, Reservation] = {}
     for _ in range(1 + (_ROUNDS if len(gangs) <= _REPAIRED else 0)):
@@ -113,33 +113,33 @@ def _shared_out(
         ledger, held = _promises(now, capacities, waiting, rules, before)
         paces, free = {gang.name: held[gang.name].now if gang.name in held else -1 for gang in gangs}, ledger.free_now()
         _begin(waiting, paces, free, ledger, rules, capacities)
-        plans = {name: levels_held(holding) for name, holding in held.items()}
+        plans = {name: reserved_levels(holding) for name, holding in held.items()}
         begun = dict(paces)
         _grow(waiting, paces, free, held, rules)
         for chosen in [paces, begun] if begun != paces else [paces]:
-            course = followed(now, capacities, gangs, chosen, plans, rules, ground)
-            best = _better(best, held, course, gangs, now)
-            if course.holds:
+            schedule = simulate_gangs(now, capacities, gangs, chosen, plans, rules, placement)
+            best = _better(best, held, schedule, gangs, now)
+            if schedule.holds:
                 return best
         for gang in gangs:
-            if gang.name in course.late:
+            if gang.name in schedule.late:
                 most = max(0.0, _TIGHTER * (gang.deadline_s - now))
-                tight[gang.name] = tight.get(gang.name, 0.0) + min(course.late[gang.name] + _TIGHTER_S, most)
-    chosen, plans = as_before(now, gangs, before)
-    return _better(best, held, followed(now, capacities, gangs, chosen, plans, rules, ground), gangs, now)
+                tight[gang.name] = tight.get(gang.name, 0.0) + min(schedule.late[gang.name] + _TIGHTER_S, most)
+    chosen, plans = previous_schedule(now, gangs, before)
+    return _better(best, held, simulate_gangs(now, capacities, gangs, chosen, plans, rules, placement), gangs, now)
 
 
 def _better(
-    best: tuple[dict[str, int], Mapping[str, Reservation], Course] | None,
+    best: tuple[dict[str, int], Mapping[str, Reservation], SimulatedSchedule] | None,
     held: Mapping[str, Reservation],
-    course: Course,
+    schedule: SimulatedSchedule,
     gangs: Sequence[Gang],
     now: float,
-) -> tuple[dict[str, int], Mapping[str, Reservation], Course]:
-    """Return the course on which fewer jobs are late, with the paces that it begins with."""
-    if best is not None and (course.fits, -len(course.late)) <= (best[2].fits, -len(best[2].late)):
+) -> tuple[dict[str, int], Mapping[str, Reservation], SimulatedSchedule]:
+    """Return the schedule on which fewer jobs are late, with the paces that it begins with."""
+    if best is not None and (schedule.fits, -len(schedule.late)) <= (best[2].fits, -len(best[2].late)):
         return best
-    return {gang.name: course.level(gang.name, now) - 1 for gang in gangs}, held, course
+    return {gang.name: schedule.level(gang.name, now) - 1 for gang in gangs}, held, schedule
 
 
 def _sooner(gang: Gang, tight: Mapping[str, float]) -> Gang:
@@ -153,7 +153,7 @@ def offer(
     new: Gang,
     rules: Rules = LIVE,
     before: Mapping[str, Reservation] | None = None,
-    ground: Ground | None = None,
+    placement: Placement | None = None,
 ) -> Offer:
     """Return whether a deadline can be promised to one more gang; the promises of the others stay.
 
@@ -168,13 +168,13 @@ def offer(
         after = _with(now, capacities, waiting, asked, rules, left, held)
         if after is None or (over_quota := _over_quota([*gangs, asked], after, new.user, rules)):
             continue
-        _, after, course = _shared_out(now, capacities, [*gangs, asked], rules, before, ground)
+        _, after, schedule = _shared_out(now, capacities, [*gangs, asked], rules, before, placement)
         if over_quota := _over_quota([*gangs, asked], after, new.user, rules):
             continue
-        if not course.holds and late is None:
-            late = frozenset(_shared_out(now, capacities, gangs, rules, before, ground)[2].late)
-        if course.fits and course.late.keys() <= (late or frozenset()):
-            return Offer(deadline_s, after[new.name].end_s, held=on_course(after, course, [*gangs, asked]))
+        if not schedule.holds and late is None:
+            late = frozenset(_shared_out(now, capacities, gangs, rules, before, placement)[2].late)
+        if schedule.fits and schedule.late.keys() <= (late or frozenset()):
+            return Offer(deadline_s, after[new.name].end_s, held=with_schedule(after, schedule, [*gangs, asked]))
     soonest = left.soonest(new, rules).end_s
     margin = rules.reserve_s + (soonest - now + _pause(new, rules)) / (1.0 - rules.margin)
     return Offer(None, now + margin if math.isfinite(soonest) else math.inf, over_quota)

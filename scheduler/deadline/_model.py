@@ -75,7 +75,7 @@ class Rules:
     kept_reserve_s: float = 0.0
     """The same for jobs that have their promise."""
     grace_s: float = 60.0
-    """Seconds of a window that need no margin: for so short a time changes can be postponed, see ``still_until``."""
+    """Seconds of a window that need no margin: for so short a time changes can be postponed, see ``fixed_until``."""
     change_pause_s: float = 0.0
     """Seconds that any change now costs every running job."""
     usual_device_s: float = math.inf

@@ -1,9 +1,9 @@
-"""The assignment of lasting and preemptible workers: preemptible ones are cheap, and left at the last safe moment.
+"""The assignment of lasting and preemptible workers. A job leaves preemptible ones at the last safe instant.
 
-A promise rests on lasting workers alone. A gang on preemptible workers counts there as one that has none and waits:
-what it is promised is held for it from the last instant at which it must begin. Until then, the loss of all preemptible
-workers at once breaks no promise; at that instant the gang leaves them. So the rule of ``refuge``, which is for one job
-alone, holds for many that need the same workers later.
+Promises are kept with lasting workers alone. A gang on preemptible workers counts there as one that waits without
+workers: those that it is promised are reserved from the last instant at which it must begin. Until then, the loss of
+all preemptible workers at once breaks no promise; at that instant the gang leaves them. So the rule of ``latest_exit``,
+which is for one job alone, holds for many that need the same workers later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scheduler.deadline._reservations import Gang, Reservation
 
 
 @dataclass(frozen=True)
-class Refuge:
+class LatestExit:
     """How a job reaches its deadline on capacity that is not taken away."""
 
     leave_s: float
@@ -28,9 +28,9 @@ class Refuge:
     """Devices that it then needs; 0: no level meets the deadline any more."""
 
 
-def refuge(
+def latest_exit(
     job: DeadlineJob, curve: SpeedCurve, now: float, overhead: Overhead, margin: float = 0.03, lost_s: float = 0.0
-) -> Refuge:
+) -> LatestExit:
     """Return when a job must leave preemptible capacity at the latest, and for which share.
 
     Of the levels that still meet the deadline it is the one with the least device time, all changes included, and of
@@ -38,20 +38,20 @@ def refuge(
     reserved, since the job may be preempted at its last instant there.
     """
     window = (job.deadline_s - now) * (1.0 - margin)
-    best, least = Refuge(-math.inf, 0), math.inf
+    best, least = LatestExit(-math.inf, 0), math.inf
     for level, rate in zip(curve.levels, curve.rates, strict=True):
         takes_s = job.work / rate + overhead.seconds(level) + lost_s
         if takes_s <= window and level * takes_s < 0.95 * least:
-            best, least = Refuge(now + window - takes_s, level), level * takes_s
+            best, least = LatestExit(now + window - takes_s, level), level * takes_s
     if not best.share:
         fastest = curve.levels[-1]
         takes_s = job.work / curve.rates[-1] + overhead.seconds(fastest)
         if now + takes_s <= job.deadline_s:
-            return Refuge(now, fastest)
+            return LatestExit(now, fastest)
     return best
 
 
-def spot_share(job: DeadlineJob, curve: SpeedCurve, now: float, margin: float = 0.03) -> int:
+def preemptible_share(job: DeadlineJob, curve: SpeedCurve, now: float, margin: float = 0.03) -> int:
     """Devices on preemptible capacity: the leanest level that would do the work in half of the time left, if one does.
 
     The other half is slack for preemptions; with less than that at the fastest level it takes the fastest.
@@ -63,14 +63,14 @@ def spot_share(job: DeadlineJob, curve: SpeedCurve, now: float, margin: float = 
     )
 
 
-__all__ = ["Kinds", "allot_kinds"]
+__all__ = ["KindAllotment", "allot_kinds"]
 
 _WORTH_CHANGES = 10.0
 """A gang moves to preemptible workers only for at least this factor of the pause that a change takes."""
 
 
 @dataclass(frozen=True)
-class Kinds:
+class KindAllotment:
     """The workers of all gangs from now on, by kind."""
 
     paces: Mapping[str, int]
@@ -98,15 +98,15 @@ def allot_kinds(
     rules: Rules = LIVE,
     before: Mapping[str, Reservation] | None = None,
     rests: Collection[str] = (),
-) -> Kinds:
+) -> KindAllotment:
     """Assign the workers of both kinds; only the present number of preemptible ones counts, since they may go any time.
 
     Gangs that ``rests`` names do not move to preemptible workers now.
 
     A gang has workers of one kind, in all of its regions; ``Gang.preemptible`` is the present kind. A fixed gang does
     not change kinds. Preemptible workers go to the gangs that have them, then by deadline, then to the least served
-    user's, each at the leanest pace that would do its work in half of the time left (``spot_share``), best effort at
-    its slowest; with what is left they grow as in ``allot``. All others get lasting workers by ``allot``.
+    user's, each at the leanest pace that would do its work in half of the time left (``preemptible_share``), best
+    effort at its slowest; with what is left they grow as in ``allot``. All others get lasting workers by ``allot``.
     """
     barred = set(rests)
     while True:
@@ -132,7 +132,7 @@ def allot_kinds(
     for gang in mine:
         _take(_more(gang, -1, staying[gang.name]), free)
     _grow([gang if gang.preemptible else replace(gang, held=-1) for gang in mine], staying, free, {}, rules)
-    return Kinds(paces, staying, answer.held)
+    return KindAllotment(paces, staying, answer.held)
 
 
 def _as_seen_there(gang: Gang, there: Mapping[str, int]) -> Gang:
@@ -176,7 +176,7 @@ def _worth_coming(gang: Gang, now: float, rules: Rules) -> bool:
         return False
     if gang.best_effort:
         return True
-    found = refuge(_job(gang), gang.curve, now, rules.overhead, rules.kept_margin)
+    found = latest_exit(_job(gang), gang.curve, now, rules.overhead, rules.kept_margin)
     return found.share > 0 and found.leave_s - now > worth_s
 
 
@@ -186,7 +186,7 @@ def _worth_s(gang: Gang, rules: Rules) -> float:
 
 def _lean_pace(gang: Gang, now: float, rules: Rules) -> int:
     curve = gang.curve
-    return curve.levels.index(spot_share(_job(gang), curve, now, rules.kept_margin))
+    return curve.levels.index(preemptible_share(_job(gang), curve, now, rules.kept_margin))
 
 
 def _begins_s(held: Reservation) -> float:

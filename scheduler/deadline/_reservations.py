@@ -134,11 +134,11 @@ class Reservation:
     """Index of the gang's pace in each interval; -1: it has no workers."""
     late: bool = False
     """Whether the deadline cannot be met even with all free capacity."""
-    course: tuple[tuple[float, int], ...] = ()
+    schedule: tuple[tuple[float, int], ...] = ()
     """(instant, pace from then on): forecast with spare workers included. The forecasts of all gangs were simulated
     together to the end, with all pauses, and no gang was late."""
     ladder: tuple[StaffingPace, ...] = ()
-    """Paces that `pace_indices` and `course` refer to: the gang's at the time of the answer. They may have changed
+    """Paces that `pace_indices` and `schedule` refer to: the gang's at the time of the answer. They may have changed
     since."""
 
     def on(self, gang: Gang) -> Reservation | None:
@@ -149,7 +149,7 @@ class Reservation:
         if self.ladder == gang.paces:
             return self
         steps = {-1: -1}
-        for index in {*self.pace_indices, *(pace for _, pace in self.course)} - {-1}:
+        for index in {*self.pace_indices, *(pace for _, pace in self.schedule)} - {-1}:
             if index >= len(self.ladder):
                 return None
             had = self.ladder[index].workers
@@ -159,8 +159,8 @@ class Reservation:
             if steps[index] < 0:
                 return None
         indices = tuple(steps[pace] for pace in self.pace_indices)
-        course = tuple((at, steps[pace]) for at, pace in self.course)
-        return replace(self, pace_indices=indices, course=course, ladder=gang.paces)
+        schedule = tuple((at, steps[pace]) for at, pace in self.schedule)
+        return replace(self, pace_indices=indices, schedule=schedule, ladder=gang.paces)
 
     @property
     def now(self) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from scheduler._rescaling import CHANGE_SECONDS, Staffed
-from scheduler.scaling._model import Terms
+from scheduler._rescaling import CHANGE_SECONDS, RunningRegion
+from scheduler.scaling._model import StepCosts
 
-__all__ = ["dealt", "federated_terms"]
+__all__ = ["federated_step_costs", "workers_by_region"]
 
 
-def dealt(workers: int, pool: Mapping[str, int]) -> dict[str, int]:
+def workers_by_region(workers: int, pool: Mapping[str, int]) -> dict[str, int]:
     """Return workers by region, in proportion to the pool.
 
     One for each region first, then always where the smallest share of a region's pool is used. With more workers no
@@ -29,7 +29,9 @@ def dealt(workers: int, pool: Mapping[str, int]) -> dict[str, int]:
     return given
 
 
-def federated_terms(regions: Sequence[Staffed], pool: Mapping[str, int], exchange_seconds: float) -> Terms:
+def federated_step_costs(
+    regions: Sequence[RunningRegion], pool: Mapping[str, int], exchange_seconds: float
+) -> StepCosts:
     """Return what is known of a round, which is the tuner's step, with each possible number of workers.
 
     ``batch`` of a region counts the samples of ONE worker in a step, which stay the same. A round ends with its slowest
@@ -38,14 +40,14 @@ def federated_terms(regions: Sequence[Staffed], pool: Mapping[str, int], exchang
     most, least = sum(pool.values()), len(pool)
 
     def seconds(workers: int) -> float:
-        given = dealt(workers, pool)
+        given = workers_by_region(workers, pool)
         return exchange_seconds + max(
             one.steps_per_round
             * (one.batch / one.samples_per_second + (one.merge_seconds if given[one.region] > 1 else 0.0))
             for one in regions
         )
 
-    return Terms(
+    return StepCosts(
         expected_seconds=tuple(seconds(max(least, workers)) for workers in range(1, most + 1)),
         worker_usd_per_second=sum(pool[one.region] * one.worker_usd_per_second for one in regions) / most,
         usd_per_second=sum(one.usd_per_second for one in regions),

@@ -15,7 +15,7 @@ import numpy as np
 
 from scheduler._nonnegative import nonnegative_least_squares
 from scheduler.scaling._curve import Floats, LossCurve, fit
-from scheduler.scaling._model import ScalingDecision, StepObservation, tells
+from scheduler.scaling._model import ScalingDecision, StepObservation, is_informative
 
 _SLOW_FORM = [(p, 0.0) for p in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)]
 """The reference: f(t) = 1 / (c0 t^c2 + c1) + c3."""
@@ -67,7 +67,7 @@ class PublishedTuner:
         order."""
         if self._seen and (told.step <= self._seen[-1].step or told.at_seconds < self._seen[-1].at_seconds):
             raise ValueError("steps must be observed in the order in which they ended")
-        if not tells(told):
+        if not is_informative(told):
             return ScalingDecision(told.workers, False, "")
         if self._seen and len(self._seen) >= self._removed_at + self._settling:
             self._seconds.append((told.workers, told.at_seconds - self._seen[-1].at_seconds))

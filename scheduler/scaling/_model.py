@@ -37,13 +37,13 @@ class ScalingDecision:
     usd_left: tuple[float, float] | None = None
 
 
-def tells(step: StepObservation) -> bool:
+def is_informative(step: StepObservation) -> bool:
     """Whether anything can be learned of its loss: neither of one that is not finite nor of a boundless one."""
     return abs(step.loss) <= LARGEST_LOSS
 
 
 @dataclass(frozen=True)
-class Terms:
+class StepCosts:
     """What is known before the first step."""
 
     expected_seconds: tuple[float, ...]

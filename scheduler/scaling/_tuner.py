@@ -3,7 +3,7 @@
 The batch of a worker is constant, so the global batch is workers x batch. The learning rate is proportional to the
 square root of the global batch: the rule for Adam and similar optimisers, whose steps have the same length whatever the
 gradient's size (Malladi et al., NeurIPS'22, arXiv 2205.10287). The time to the target with W workers is steps(W) x
-seconds(W). Steps are predicted from the noise scale (`_outlook`); seconds are those of the plan, corrected by
+seconds(W). Steps are predicted from the noise scale (`_forecast`); seconds are those of the plan, corrected by
 measurements. The number of workers is not changed while the gain is uncertain.
 """
 
@@ -18,8 +18,8 @@ from itertools import pairwise
 import numpy as np
 
 from scheduler.scaling._curve import Floats
-from scheduler.scaling._model import ScalingDecision, ScalingGoal, StepObservation, Terms, tells
-from scheduler.scaling._outlook import Outlook, outlook, unseen
+from scheduler.scaling._forecast import Forecast, forecast, unseen
+from scheduler.scaling._model import ScalingDecision, ScalingGoal, StepCosts, StepObservation, is_informative
 
 __all__ = ["ScalingSettings", "ScalingTuner", "learning_rate_factor"]
 
@@ -65,7 +65,7 @@ class _Evaluated:
 class ScalingTuner:
     """The tuner of one job; it receives the job's steps in order."""
 
-    terms: Terms
+    step_costs: StepCosts
     goal: ScalingGoal
     settings: ScalingSettings = field(default_factory=ScalingSettings)
     _seen: list[StepObservation] = field(default_factory=list)
@@ -86,41 +86,43 @@ class ScalingTuner:
         the chosen number, or the maximum. Half of the workers leave after a few steps, which shows the noise scale;
         trying fewer workers and returning would be expensive.
         """
-        most, sure = self.terms.most, self.settings.sure
+        most, sure = self.step_costs.most, self.settings.sure
         if self.goal.deadline_seconds is not None:
             return most
         ahead = unseen(most)
 
         def seconds(workers: int) -> Floats:
-            return np.asarray(ahead.steps(workers) * self.terms.expected_seconds[workers - 1])
+            return np.asarray(ahead.steps(workers) * self.step_costs.expected_seconds[workers - 1])
 
         whole = seconds(most)
         patience = math.inf if self.goal.patience is None else self.goal.patience
         in_time, cheapest = {most: 0.0}, (math.inf, most)
-        for workers in range(self.terms.least, most):
+        for workers in range(self.step_costs.least, most):
             takes = seconds(workers)
-            usd = takes * self.terms.rate(workers)
-            if ahead.quantile(whole * self.terms.rate(most) - usd, 1 - sure) <= 0:
+            usd = takes * self.step_costs.rate(workers)
+            if ahead.quantile(whole * self.step_costs.rate(most) - usd, 1 - sure) <= 0:
                 continue
             # The distance to the target is unknown; it cancels out in the mean of logarithms.
-            expected = ahead.mean(np.log(usd / (whole * self.terms.rate(most))))
+            expected = ahead.mean(np.log(usd / (whole * self.step_costs.rate(most))))
             cheapest = min(cheapest, (expected, workers))
             if ahead.mean(np.maximum(takes / whole - 1, 0.0)) <= patience:
                 in_time[workers] = expected
         chosen = min(in_time, key=lambda workers: (in_time[workers], workers))
         more = min(_INITIAL_FACTOR * chosen, most)
-        return more if cheapest[1] < chosen and more in in_time and self.terms.leave_seconds is None else chosen
+        return more if cheapest[1] < chosen and more in in_time and self.step_costs.leave_seconds is None else chosen
 
     def observe(self, observed: StepObservation) -> ScalingDecision:
         """Decide after one more step. A step whose loss is not finite or out of range is ignored.
 
         Raises ``ValueError`` if steps are out of order, or the number of workers is impossible.
         """
-        if not self.terms.least <= observed.workers <= self.terms.most:
-            raise ValueError(f"{observed.workers} workers are not within {self.terms.least} to {self.terms.most}")
+        if not self.step_costs.least <= observed.workers <= self.step_costs.most:
+            raise ValueError(
+                f"{observed.workers} workers are not within {self.step_costs.least} to {self.step_costs.most}"
+            )
         if self._seen and (observed.step <= self._seen[-1].step or observed.at_seconds < self._seen[-1].at_seconds):
             raise ValueError("steps must be observed in the order in which they ended")
-        if not tells(observed):
+        if not is_informative(observed):
             return ScalingDecision(observed.workers, False, "")
         self._record(observed)
         self._wait_steps -= 1
@@ -131,10 +133,10 @@ class ScalingTuner:
         return self._decide(observed)
 
     def _record(self, observed: StepObservation) -> None:
-        step = self.terms.expected_seconds[observed.workers - 1]
+        step = self.step_costs.expected_seconds[observed.workers - 1]
         if not self._seen:
             took = observed.step * step
-            self._began = (observed.at_seconds - took, observed.usd - self.terms.rate(observed.workers) * took)
+            self._began = (observed.at_seconds - took, observed.usd - self.step_costs.rate(observed.workers) * took)
         elif self._seen[-1].workers == observed.workers:  # otherwise the time includes a change
             last = self._seen[-1]
             self._speeds[observed.workers].append((observed.at_seconds - last.at_seconds) / (observed.step - last.step))
@@ -147,16 +149,17 @@ class ScalingTuner:
         measured to planned ones.
         """
         tried = [count for count, speeds in self._speeds.items() if len(speeds) >= 2]
-        planned = self.terms.expected_seconds
+        planned = self.step_costs.expected_seconds
         if not tried:
             return planned[workers - 1]
         near = min(tried, key=lambda count: (abs(count - workers), count))
         return planned[workers - 1] * statistics.median(self._speeds[near][-_RECENT_STEPS:]) / planned[near - 1]
 
     def _decide(self, observed: StepObservation) -> ScalingDecision:
-        ahead = outlook(self._seen, self.terms.most, self.goal.target_loss)
+        ahead = forecast(self._seen, self.step_costs.most, self.goal.target_loss)
         choices = {
-            count: self._evaluate(ahead, count, observed) for count in range(self.terms.least, self.terms.most + 1)
+            count: self._evaluate(ahead, count, observed)
+            for count in range(self.step_costs.least, self.step_costs.most + 1)
         }
         now = choices[observed.workers]
         sure, patient = self.settings.sure, now.in_time > 1 - self.settings.sure
@@ -186,35 +189,35 @@ class ScalingTuner:
             return self._decision(ahead, best, observed, f"tries {best.workers} workers for a few steps")
         return self._decision(ahead, now, observed, "")
 
-    def _may_try(self, ahead: Outlook, one: _Evaluated, now: _Evaluated, observed: StepObservation) -> bool:
+    def _may_try(self, ahead: Forecast, one: _Evaluated, now: _Evaluated, observed: StepObservation) -> bool:
         """Return whether trying another number of workers for a few steps, and returning, costs next to nothing even if
         it proves worse.
 
         A trial is needed since steps with one number of workers do not show the value of steps with another.
         """
-        steps, back = self.settings.every, self.terms.join_seconds
+        steps, back = self.settings.every, self.step_costs.join_seconds
         took, takes = self.step_seconds(observed.workers), self.step_seconds(one.workers)
         # Steps that the present workers would need for the same progress.
         same = steps * (1 + ahead.noises / observed.workers) / (1 + ahead.noises / one.workers)
         seconds = steps * takes + back - same * took
-        usd = steps * takes * self.terms.rate(one.workers) - same * took * self.terms.rate(observed.workers)
-        usd = usd + back * self.terms.rate(max(observed.workers, one.workers))
+        usd = steps * takes * self.step_costs.rate(one.workers) - same * took * self.step_costs.rate(observed.workers)
+        usd = usd + back * self.step_costs.rate(max(observed.workers, one.workers))
         sure, worth = self.settings.sure, self.settings.worth
         if ahead.quantile(usd - worth * now.usd, sure) > 0:
             return False
         share = self.goal.patience
         return share is None or ahead.quantile(seconds - share / 2 * now.seconds, sure) <= 0
 
-    def _evaluate(self, ahead: Outlook, workers: int, observed: StepObservation) -> _Evaluated:
-        most = self.terms.most
+    def _evaluate(self, ahead: Forecast, workers: int, observed: StepObservation) -> _Evaluated:
+        most = self.step_costs.most
         step, pause, paid = self.step_seconds(workers), 0.0, max(workers, observed.workers)
         if workers > observed.workers:
-            pause = self.terms.join_seconds
+            pause = self.step_costs.join_seconds
         elif workers < observed.workers:
-            leaving = self.terms.leave_seconds
+            leaving = self.step_costs.leave_seconds
             pause = self.step_seconds(observed.workers) if leaving is None else leaving
         seconds = ahead.steps(workers) * step + pause
-        usd = ahead.steps(workers) * step * self.terms.rate(workers) + pause * self.terms.rate(paid)
+        usd = ahead.steps(workers) * step * self.step_costs.rate(workers) + pause * self.step_costs.rate(paid)
         assert self._began is not None
         elapsed = observed.at_seconds - self._began[0]
         until, late, patient = elapsed + seconds, 0.0, np.full_like(seconds, math.inf)
@@ -228,12 +231,14 @@ class ScalingTuner:
         in_time = ends & (until <= patient * (1 + 1e-9))
         return _Evaluated(workers, seconds, usd, ahead.likely(in_time), ahead.likely(ends), late)
 
-    def _decision(self, ahead: Outlook, one: _Evaluated, observed: StepObservation, reason: str) -> ScalingDecision:
+    def _decision(self, ahead: Forecast, one: _Evaluated, observed: StepObservation, reason: str) -> ScalingDecision:
         share = self.settings.sure
         assert self._began is not None
         # The bill may differ from the price list.
         alike = [pair for pair in pairwise(self._seen) if pair[0].workers == pair[1].workers]
-        listed = sum((after.at_seconds - before.at_seconds) * self.terms.rate(after.workers) for before, after in alike)
+        listed = sum(
+            (after.at_seconds - before.at_seconds) * self.step_costs.rate(after.workers) for before, after in alike
+        )
         billed = sum(after.usd - before.usd for before, after in alike)
         factor = billed / listed if listed > 0 else 1.0
         return ScalingDecision(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler.deadline import Overhead, SpeedCurve
-from scheduler.simulate._nodes import Floor
+from scheduler.simulate._nodes import ClusterNodes
 from scheduler.simulate._outcome import JobOutcome, SimulationRun
 from scheduler.simulate._trace import TraceJob
 
@@ -132,7 +132,7 @@ class _Simulation:
         progress: Callable[[int, int], None],
     ) -> None:
         self.policy, self.pauses, self.incidents = policy, pauses or Pauses(), incidents or Incidents()
-        self.floor = Floor(nodes, devices_per_node)
+        self.cluster = ClusterNodes(nodes, devices_per_node)
         self.draw = random.Random(seed)
         self.chance = random.Random(self.incidents.seed)
         self.curve_error = curve_error
@@ -157,7 +157,7 @@ class _Simulation:
             self._advance(at)
             self._incidents(at)
             arrived = self._arrivals(at)
-            decision = self.policy.decide(at, self.floor.devices, self.active, arrived)
+            decision = self.policy.decide(at, self.cluster.devices, self.active, arrived)
             self._apply(decision, arrived)
             decided_s, wake_s = at, decision.wake_s
             if wake_s <= at:
@@ -165,7 +165,7 @@ class _Simulation:
         for job in self.active:
             self._close(job, declined=False)
         return SimulationRun(
-            self.policy.name, self.floor.all_devices, tuple(sorted(self.outcomes, key=lambda o: o.submit_s)),
+            self.policy.name, self.cluster.all_devices, tuple(sorted(self.outcomes, key=lambda o: o.submit_s)),
             self.decisions, self.changes, self.moved, self.failures, tuple(self.timeline),
         )  # fmt: skip
 
@@ -208,7 +208,7 @@ class _Simulation:
         if done:
             for job in self.active:
                 if job.left <= 0.0:
-                    self.floor.leave(job.name)
+                    self.cluster.release(job.name)
                     self._close(job, declined=False)
             self.active = [job for job in self.active if job.left > 0.0]
             self.progress(len(self.outcomes), self.total)
@@ -252,12 +252,12 @@ class _Simulation:
                 job.share = share
                 changed.append(job)
         in_use = sum(job.share for job in self.active)
-        if in_use > self.floor.devices:
-            raise ValueError(f"{self.policy.name} gave {in_use} of {self.floor.devices} devices")
-        moved = self.floor.arrange([(job.name, job.share) for job in changed])
+        if in_use > self.cluster.devices:
+            raise ValueError(f"{self.policy.name} gave {in_use} of {self.cluster.devices} devices")
+        moved = self.cluster.arrange([(job.name, job.share) for job in changed])
         for job in self.active:
             if job.share or job.blocks:
-                job.blocks = self.floor.blocks(job.name)
+                job.blocks = self.cluster.blocks(job.name)
         self.moved += len(moved)
         self.changes += bool(changed)
         self._pause(changed, moved)
@@ -280,15 +280,15 @@ class _Simulation:
     # --- failures
 
     def _failure_after(self, at: float) -> float:
-        rate = self.incidents.failures_per_device_hour * self.floor.all_devices / 3600
+        rate = self.incidents.failures_per_device_hour * self.cluster.all_devices / 3600
         return at + self.chance.expovariate(rate) if rate else math.inf
 
     def _incidents(self, at: float) -> None:
         while self.repairs and self.repairs[0][0] <= at:
-            self.floor.mend(heapq.heappop(self.repairs)[1])
+            self.cluster.mend(heapq.heappop(self.repairs)[1])
         while self.next_failure_s <= at:
-            node = self.chance.randrange(self.floor.nodes)
-            hit = self.floor.fail(node)
+            node = self.chance.randrange(self.cluster.nodes)
+            hit = self.cluster.fail(node)
             if hit is not None:
                 self.failures += 1
                 heapq.heappush(self.repairs, (at + self.incidents.repair_s, node))
@@ -302,7 +302,7 @@ class _Simulation:
     def _close(self, job: RunningJob, declined: bool) -> None:
         spec = job.spec
         if declined:
-            self.floor.leave(job.name)
+            self.cluster.release(job.name)
         outcome = JobOutcome(
             spec.name, spec.submit_s, spec.deadline_s, job.promised_s, declined, job.started_s, job.ended_s,
             job.device_s, spec.value_at(job.ended_s), not spec.deadlines, spec.user,

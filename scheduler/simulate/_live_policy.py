@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from scheduler.deadline import DeviceCapacity, Gang, Reservation, Rules, StaffingPace, allot, offer
 from scheduler.simulate._engine import PolicyDecision, RunningJob
-from scheduler.simulate._nodes import Floor
+from scheduler.simulate._nodes import ClusterNodes
 
 __all__ = ["Live"]
 
@@ -36,14 +36,14 @@ class Live:
         capacities = {_REGION: DeviceCapacity(devices)}
         self._most = max(self._most, devices)
         blocks = {job.name: job.blocks for job in active if job.blocks}
-        ground = Floor.of(devices, blocks) if devices == self._most else None
+        placement = ClusterNodes.of(devices, blocks) if devices == self._most else None
         new = {job.name for job in arrived if job.spec.deadlines}
         gangs = {job.name: _gang(job, devices) for job in active if job.name not in new}
         promised: dict[str, float] = {}
         declined = []
         for job in sorted((job for job in arrived if job.name in new), key=lambda job: job.spec.deadlines[0][0]):
             gang = _gang(job, devices)
-            told = offer(now, capacities, list(gangs.values()), gang, self.rules, self._held, ground)
+            told = offer(now, capacities, list(gangs.values()), gang, self.rules, self._held, placement)
             if told.deadline_s is None:
                 declined.append(job.name)
                 continue
@@ -51,10 +51,10 @@ class Live:
             promised[job.name] = told.deadline_s
             gangs[job.name] = replace(gang, deadline_s=told.deadline_s)
         present = [gangs[job.name] for job in active if job.name in gangs]
-        answer = allot(now, capacities, present, self.rules, self._held, ground)
+        answer = allot(now, capacities, present, self.rules, self._held, placement)
         self._held = answer.held
         shares = {name: gangs[name].workers(pace).get(_REGION, 0) for name, pace in answer.paces.items()}
-        turns = [at for held in answer.held.values() for at, _ in held.course if at > now]
+        turns = [at for held in answer.held.values() for at, _ in held.schedule if at > now]
         return PolicyDecision(shares, tuple(declined), promised, min(turns, default=math.inf))
 
 

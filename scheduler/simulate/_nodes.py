@@ -1,4 +1,4 @@
-"""The devices of the simulated cluster: which nodes work, and where each share is."""
+"""The devices of the simulated cluster: which nodes work, and where the devices of each job are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BROKEN = "\0node"
 """Prefix of the names that hold broken nodes; no job has such a name."""
 
 
-class Floor:
+class ClusterNodes:
     """Nodes with devices. Shares that are no power of two lie in several blocks."""
 
     def __init__(self, nodes: int, devices_per_node: int) -> None:
@@ -21,17 +21,17 @@ class Floor:
         self.parts: dict[str, list[str]] = {}
 
     @classmethod
-    def of(cls, devices: int, blocks: Mapping[str, Sequence[tuple[int, int]]]) -> Floor:
-        """Return one without broken nodes on which jobs have their blocks: (first device, size)."""
-        floor = cls(1, devices)
+    def of(cls, devices: int, blocks: Mapping[str, Sequence[tuple[int, int]]]) -> ClusterNodes:
+        """Return a cluster without broken nodes, in which jobs have these blocks: (first device, size)."""
+        cluster = cls(1, devices)
         for job, mine in blocks.items():
-            floor.parts[job] = [f"{job}\0{number}" for number in range(len(mine))]
-            floor.buddy.blocks.update(zip(floor.parts[job], mine, strict=True))
-        return floor
+            cluster.parts[job] = [f"{job}\0{number}" for number in range(len(mine))]
+            cluster.buddy.blocks.update(zip(cluster.parts[job], mine, strict=True))
+        return cluster
 
-    def copy(self) -> Floor:
+    def copy(self) -> ClusterNodes:
         """Return a copy for trials."""
-        other = Floor(self.nodes, self.per_node)
+        other = ClusterNodes(self.nodes, self.per_node)
         other.buddy = Buddy(self.all_devices, self.buddy.blocks)
         other.buddy.fixed = set(self.buddy.fixed)
         other.broken, other.parts = set(self.broken), dict(self.parts)
@@ -46,7 +46,7 @@ class Floor:
         """Number of devices that work."""
         return self.all_devices - len(self.broken) * self.per_node
 
-    def leave(self, job: str) -> None:
+    def release(self, job: str) -> None:
         """Free a job's blocks, if it has any."""
         for part in self.parts.pop(job, ()):
             self.buddy.release(part)
@@ -54,7 +54,7 @@ class Floor:
     def arrange(self, changed: Sequence[tuple[str, int]]) -> set[str]:
         """Give jobs their new shares; returns the other jobs that had to move."""
         for job, _ in changed:
-            self.leave(job)
+            self.release(job)
         moved: set[str] = set()
         for job, share in sorted(changed, key=lambda entry: -entry[1]):
             sizes = [1 << bit for bit in range(share.bit_length() - 1, -1, -1) if share >> bit & 1]
@@ -82,7 +82,7 @@ class Floor:
             if not name.startswith(_BROKEN) and first < end and begin < first + size
         }
         for job in hit:
-            self.leave(job)
+            self.release(job)
         self.broken.add(node)
         self.buddy.blocks[f"{_BROKEN}{node}"] = (begin, self.per_node)
         self.buddy.fixed.add(f"{_BROKEN}{node}")

@@ -4,26 +4,26 @@ from scheduler.topology._contract import TopologyKind
 from scheduler.topology._evaluate import (
     Topologies,
     Topology,
+    choose_again,
     choose_topology,
     evaluate_over,
     evaluate_topologies,
     evaluate_topology,
-    rechosen,
     topologies_over,
     topology_kind,
     topology_kinds,
 )
 from scheduler.topology._exchange_time import Links, links_among, links_of
-from scheduler.topology._rerouting import Rerouting, Sighting, as_seen, measured_path, rerouted
+from scheduler.topology._rerouting import LinkMeasurement, Rerouting, measured_path, rerouted, with_measurements
 
 __all__ = [
+    "LinkMeasurement",
     "Links",
     "Rerouting",
-    "Sighting",
     "Topologies",
     "Topology",
     "TopologyKind",
-    "as_seen",
+    "choose_again",
     "choose_topology",
     "evaluate_over",
     "evaluate_topologies",
@@ -31,9 +31,9 @@ __all__ = [
     "links_among",
     "links_of",
     "measured_path",
-    "rechosen",
     "rerouted",
     "topologies_over",
     "topology_kind",
     "topology_kinds",
+    "with_measurements",
 ]

@@ -22,11 +22,11 @@ from scheduler.topology._exchange_time import MANY, Links, carried_updates, link
 __all__ = [
     "Topologies",
     "Topology",
+    "choose_again",
     "choose_topology",
     "evaluate_over",
     "evaluate_topologies",
     "evaluate_topology",
-    "rechosen",
     "topologies_over",
     "topology_kind",
     "topology_kinds",
@@ -197,7 +197,7 @@ def evaluate_over(current: Topology, links: Links, update_bytes: int) -> Topolog
     return _topology(current.kind, candidate, _load(candidate, links, current.links), network, update_bytes)
 
 
-def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int) -> Topology | None:
+def choose_again(current: Topology, measured: Sequence[LinkTable], update_bytes: int) -> Topology | None:
     """Return another topology if the links have changed for long enough; None: keep the current one.
 
     `measured` holds the link tables of successive measurements, the newest last. The fastest topology of the newest

@@ -1,8 +1,8 @@
 """Rerouting of a running job's updates if its links differ from what the plan assumed.
 
 The plan's topology is the best one for the stated links. Parameter servers measure the links in use. If a link has been
-much slower than stated for long enough, the topology is chosen again (`rechosen`), over the measurements and, for links
-that are not in use, the stated values.
+much slower than stated for long enough, the topology is chosen again (`choose_again`), over the measurements and, for
+links that are not in use, the stated values.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler._link import PRIOR_MBPS, PRIOR_RTT_MS, LinkTable, Path, pace
-from scheduler.topology._evaluate import Topology, evaluate_topology, rechosen
+from scheduler.topology._evaluate import Topology, choose_again, evaluate_topology
 
-__all__ = ["Rerouting", "Sighting", "as_seen", "measured_path", "rerouted"]
+__all__ = ["LinkMeasurement", "Rerouting", "measured_path", "rerouted", "with_measurements"]
 
 _SLOWER = 1.5
 """Ratio of measured to expected time, for an update or a round trip, above which a link counts as slower. It is a
@@ -35,7 +35,7 @@ _NAMED_LINKS = 3
 
 
 @dataclass(frozen=True)
-class Sighting:
+class LinkMeasurement:
     """Recent measurements of a directed link, reported by its sender."""
 
     mbps: float = 0.0
@@ -59,9 +59,9 @@ class Rerouting:
     """Text with the links of the present routes that are worst compared with their stated values."""
 
 
-def as_seen(
+def with_measurements(
     stated: LinkTable,
-    sightings: Mapping[tuple[str, str], Sighting],
+    measurements: Mapping[tuple[str, str], LinkMeasurement],
     update_bytes: int,
     known: Iterable[tuple[str, str]] = (),
 ) -> dict[tuple[str, str], Path]:
@@ -74,7 +74,7 @@ def as_seen(
     """
     sure, table = set(known), {}
     for (source, to), path in stated.items():
-        seen = sightings.get((source, to))
+        seen = measurements.get((source, to))
         if seen is None and (source, to) in sure:
             table[source, to] = path
         elif seen is not None and not seen.down:
@@ -82,7 +82,7 @@ def as_seen(
     return table
 
 
-def measured_path(seen: Sighting, update_bytes: int, known: Path | None = None) -> Path:
+def measured_path(seen: LinkMeasurement, update_bytes: int, known: Path | None = None) -> Path:
     """Return a link that nobody states, by a job's measurements of it.
 
     Processes that wait for a core make round trips longer, never shorter: the shortest one counts, until they take
@@ -99,7 +99,7 @@ def measured_path(seen: Sighting, update_bytes: int, known: Path | None = None) 
     return _as_measured(path, replace(seen, rtt_ms=0.0), update_bytes)
 
 
-def _as_measured(path: Path, seen: Sighting, update_bytes: int) -> Path:
+def _as_measured(path: Path, seen: LinkMeasurement, update_bytes: int) -> Path:
     """Return a link with its measured round-trip time and rate, unless they are about the stated ones."""
     if seen.rtt_ms > path.rtt_ms * _SLOWER:
         path = replace(path, rtt_ms=_rounded(seen.rtt_ms))
@@ -137,11 +137,12 @@ def rerouted(
 ) -> Rerouting | None:
     """Return new routes if they have been better for long enough; None: keep the present ones.
 
-    ``tables``: links by successive measurements (`as_seen`), the newest last. ``compute_seconds``: compute of a round.
-    In addition to what `rechosen` requires, the round must become a twentieth shorter: in the background an exchange
-    that is hidden behind compute costs nothing.
+    ``tables``: links by successive measurements (`with_measurements`), the newest last. ``compute_seconds``: compute of
+    a round.
+    In addition to what `choose_again` requires, the round must become a twentieth shorter: in the background an
+    exchange that is hidden behind compute costs nothing.
     """
-    best = rechosen(current, tables, update_bytes)
+    best = choose_again(current, tables, update_bytes)
     if best is None:
         return None
     now = evaluate_topology(current, tables[-1], update_bytes)

@@ -4,7 +4,6 @@ from scheduler.tuning._fasdl import fasdl_heuristic
 from scheduler.tuning._fit import (
     MergePoint,
     StepPoint,
-    error_of,
     fit_compute,
     fit_correction,
     fit_memory,
@@ -49,7 +48,6 @@ __all__ = [
     "TuningLimits",
     "cheapest",
     "configurations",
-    "error_of",
     "fasdl_heuristic",
     "fastest",
     "fit_compute",

@@ -7,7 +7,6 @@ weights (1964) by iteration keep a few bad points from leading; a prior holds wh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -166,11 +165,6 @@ _SHARES = len(TERMS) - 2
 def _terms(point: MergePoint, channel: ChannelProfile, faithful: bool) -> Floats:
     row = Merges.of([(point.collective, point.workers, point.chunks, point.share)])
     return merge_terms(row, point.size_bytes, channel, faithful=faithful).terms
-
-
-def error_of(predicted: float, measured: float) -> float:
-    """Relative."""
-    return abs(predicted / measured - 1) if measured else math.inf
 
 
 assert len(_PRIOR) == len(TERMS) == len(fields(Correction))

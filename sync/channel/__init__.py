@@ -1,6 +1,6 @@
 """Channels: the store in a region through which its stateless workers exchange tensors.
 
-Each kind is a module of this package, which opens nothing: clients of the stores are in `sync.store`.
+Each kind is a module of this package, which opens nothing: clients of the stores are in `sync.channel_clients`.
 """
 
 from collections.abc import Callable

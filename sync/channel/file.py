@@ -6,4 +6,4 @@ from sync.channel._contract import ChannelKind
 
 __all__ = ["METHODS"]
 
-METHODS = (ChannelKind("file", "sync.store._file:FileChannel", in_memory=True),)
+METHODS = (ChannelKind("file", "sync.channel_clients._file:FileChannel", in_memory=True),)

@@ -6,4 +6,4 @@ from sync.channel._contract import ChannelKind
 
 __all__ = ["METHODS"]
 
-METHODS = (ChannelKind("redis", "sync.store._redis:RedisChannel", client="redis"),)
+METHODS = (ChannelKind("redis", "sync.channel_clients._redis:RedisChannel", client="redis"),)

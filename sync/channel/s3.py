@@ -6,4 +6,4 @@ from sync.channel._contract import ChannelKind
 
 __all__ = ["METHODS"]
 
-METHODS = (ChannelKind("s3", "sync.store._s3:S3Channel", client="boto3", announces=False),)
+METHODS = (ChannelKind("s3", "sync.channel_clients._s3:S3Channel", client="boto3", announces=False),)

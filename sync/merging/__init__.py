@@ -3,7 +3,7 @@
 from sync.merging._change_collective import ChangeCollective
 from sync.merging._isp_filter import SignificanceFilter
 from sync.merging._mean_collective import Buckets, MeanCollective
-from sync.merging._members import Member, chunk_bounds, owners, succession
+from sync.merging._members import Member, chunk_bounds, owners
 from sync.merging._merge_order import OrderedSum
 from sync.merging._opening import open_collective
 from sync.merging._probe import probe
@@ -19,5 +19,4 @@ __all__ = [
     "open_collective",
     "owners",
     "probe",
-    "succession",
 ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["Member", "chunk_bounds", "owners", "succession"]
+__all__ = ["Member", "chunk_bounds", "owners"]
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,6 @@ def owners(chunks: int, present: Sequence[int], salt: str) -> tuple[int, ...]:
     if not 1 <= chunks <= len(present):
         raise GeofedError("CONFIG_INVALID", f"{chunks} chunks for {len(present)} members")
     return tuple(_ranked(present, f"{salt}/owner")[:chunks])
-
-
-def succession(chunk: int, owner: int, present: Collection[int], salt: str) -> tuple[int, ...]:
-    """Return who merges a chunk if its owner is lost, in order: the owner itself, then the others in a rendezvous order
-    that differs for every chunk, so that the chunks of several lost owners are distributed over all others."""
-    return (owner, *_ranked([worker for worker in present if worker != owner], f"{salt}/{chunk}"))
 
 
 def _ranked(workers: Collection[int], salt: str) -> list[int]:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from geofed_pb.errors import GeofedError
-from sync.pipeline._carried import Carried
 from sync.pipeline._shape import StagePosition
+from sync.pipeline._stage_tensors import Carried
 
 __all__ = ["ActivationCodec", "Answering", "Loss", "Taken", "model_input"]
 

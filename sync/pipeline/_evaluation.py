@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from geofed_pb.errors import GeofedError
-from sync.pipeline._carried import Carried
 from sync.pipeline._contract import ActivationCodec, Answering, model_input
-from sync.pipeline._lanes import Lanes
 from sync.pipeline._stage import Stage
+from sync.pipeline._stage_tensors import Carried
+from sync.pipeline._stage_transfers import StageTransfers
 
 __all__ = ["Metrics", "evaluate"]
 
@@ -29,18 +29,18 @@ _COUNT = "count"
 class _Hop:
     """Receives from the previous stage, and sends to the next one."""
 
-    def __init__(self, runner: ActivationCodec, lanes: Lanes, place: str) -> None:
-        self._runner, self._lanes, self._place = runner, lanes, place
+    def __init__(self, runner: ActivationCodec, transfers: StageTransfers, place: str) -> None:
+        self._runner, self._stage_transfers, self._place = runner, transfers, place
 
     def receive(self, number: int) -> tuple[Carried | None, int]:
         """Receive the activations of a batch, and the number of batches; if that is 0, there are no activations."""
         key = self._key("a", self._runner.position.stage, number)
-        self._lanes.expect((key,))
-        value, facts = self._runner.decoded(self._lanes.take(key))
+        self._stage_transfers.expect((key,))
+        value, facts = self._runner.decoded(self._stage_transfers.take(key))
         count = int(facts[_COUNT])
         window, at = divmod(number + 1, _WINDOW)
         if at == 0 and (window + 1) * _WINDOW < count:
-            self._lanes.send(self._key("w", self._runner.position.stage, window - 1), [b"taken"])
+            self._stage_transfers.send(self._key("w", self._runner.position.stage, window - 1), [b"taken"])
         return value, count
 
     def send(self, number: int, value: Carried | None, count: int) -> None:
@@ -48,9 +48,9 @@ class _Hop:
         window, at = divmod(number, _WINDOW)
         if at == 0 and window >= 2:
             taken = self._key("w", into, window - 2)
-            self._lanes.expect((taken,))
-            self._lanes.take(taken)
-        self._lanes.send(self._key("a", into, number), self._runner.encoded(value, {_COUNT: count}))
+            self._stage_transfers.expect((taken,))
+            self._stage_transfers.take(taken)
+        self._stage_transfers.send(self._key("a", into, number), self._runner.encoded(value, {_COUNT: count}))
 
     def _key(self, kind: str, into: int, number: int) -> str:
         return f"{self._place}/s{into}-{self._runner.position.replica}/{kind}{number}"
@@ -59,7 +59,7 @@ class _Hop:
 def evaluate(
     runner: ActivationCodec,
     stage: Stage,
-    lanes: Lanes,
+    transfers: StageTransfers,
     place: str,
     batches: Iterable[Any],
     count: int,
@@ -67,7 +67,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Execute this stage's part of an evaluation; see `StageRunner.evaluate`."""
     stage.layers.eval()
-    hop = _Hop(runner, lanes, place)
+    hop = _Hop(runner, transfers, place)
     found: dict[str, float] = {}
     failed: GeofedError | None = None
     with torch.no_grad():
@@ -84,8 +84,8 @@ def evaluate(
                 failed = error
         else:
             _pass_on(hop, stage)
-    lanes.flush()
-    lanes.drain()
+    transfers.flush()
+    transfers.drain()
     if failed is not None:
         raise failed
     return found

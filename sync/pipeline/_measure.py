@@ -21,8 +21,8 @@ from torch import nn
 
 from geofed_pb.errors import GeofedError
 from sync.device import finish
-from sync.pipeline._carried import Carried, as_tuple, like, requiring
 from sync.pipeline._layers import Layers
+from sync.pipeline._stage_tensors import Carried, as_tuple, like, requiring
 
 __all__ = ["LayerMeasure", "measure_layers"]
 

@@ -1,4 +1,4 @@
-"""Measurement of the overhead of a message between stages, over the lanes that stages use."""
+"""Measurement of the overhead of a message between stages, over the transfers that stages use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from sync.channel import Channel
-from sync.pipeline._carried import decoded, encoded
-from sync.pipeline._lanes import Lanes
+from sync.pipeline._stage_tensors import decoded, encoded
+from sync.pipeline._stage_transfers import StageTransfers
 
 __all__ = ["MessageMeasure", "measure_messages"]
 
@@ -47,7 +47,7 @@ def measure_messages(channel: Channel, place: str) -> MessageMeasure:
 
     Raises the channel's errors, and ``GeofedError("CHANNEL_TIMEOUT")`` for a message that does not arrive.
     """
-    sender, receiver = Lanes(channel, _TIMEOUT_SECONDS), Lanes(channel, _TIMEOUT_SECONDS)
+    sender, receiver = StageTransfers(channel, _TIMEOUT_SECONDS), StageTransfers(channel, _TIMEOUT_SECONDS)
     keys = [f"{place}/{number}" for number in range(_MESSAGES)]
     value, device = torch.zeros(8), torch.device("cpu")
     # NumPy fills with this thread alone, whatever torch's number of threads.

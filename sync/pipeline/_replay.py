@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from geofed_pb.errors import GeofedError
-from sync.pipeline._carried import as_tuple
 from sync.pipeline._contract import ActivationCodec
-from sync.pipeline._lanes import Lanes
 from sync.pipeline._order import Operation, operations
 from sync.pipeline._shape import Pipeline
 from sync.pipeline._stage import Stage
+from sync.pipeline._stage_tensors import as_tuple
+from sync.pipeline._stage_transfers import StageTransfers
 
 __all__ = ["ReplayLog", "logged_keys", "replay", "value_key"]
 
@@ -56,7 +56,7 @@ def logged_keys(logged: ReplayLog, stage: int, step: int) -> list[str]:
 def replay(
     runner: ActivationCodec,
     stage: Stage,
-    lanes: Lanes,
+    transfers: StageTransfers,
     logged: ReplayLog,
     step: int,
     parts: Sequence[Sequence[Any]],
@@ -65,7 +65,7 @@ def replay(
 ) -> float:
     """Replay a step, see `StageRunner.replay`; return the computing time in seconds."""
     number, whole, seconds = runner.position.stage, sum(logged.samples), 0.0
-    lanes.expect(logged_keys(logged, number, step))
+    transfers.expect(logged_keys(logged, number, step))
     # Replicas begin a step with the same running statistics, and end it with the mean of theirs.
     before = [buffer.clone() for buffer in stage.layers.buffers()]
     mean = [torch.zeros_like(buffer, dtype=torch.float64) for buffer in before]
@@ -76,7 +76,7 @@ def replay(
         stage.begin((*seed, replica, step), add=replica > 0)
         sizes = logged.shape.sizes(samples)
         for operation, key in _received(logged, number, step, replica):
-            given = runner.decoded(lanes.take(key, keep=True))[0] if key else None
+            given = runner.decoded(transfers.take(key, keep=True))[0] if key else None
             begun = time.monotonic()
             if operation.kind == "forward":
                 batch = parts[replica][operation.micro_batch] if parts else None

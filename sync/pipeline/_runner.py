@@ -13,15 +13,15 @@ from torch import nn
 
 from sync.channel import Channel
 from sync.device import finish
-from sync.pipeline._carried import Carried, as_tuple, decoded, encoded
 from sync.pipeline._contract import Loss
 from sync.pipeline._evaluation import Metrics, evaluate
-from sync.pipeline._lanes import Lanes
 from sync.pipeline._merge import GroupMerge
 from sync.pipeline._order import Operation, operations
 from sync.pipeline._replay import ReplayLog, replay, value_key
 from sync.pipeline._shape import Pipeline
 from sync.pipeline._stage import Stage
+from sync.pipeline._stage_tensors import Carried, as_tuple, decoded, encoded
+from sync.pipeline._stage_transfers import StageTransfers
 
 __all__ = ["StageRunner", "StepDone"]
 
@@ -86,7 +86,7 @@ class StageRunner:
             rematerialise=shape.rematerialises(stage),
         )
         self._device = device
-        self._lanes = Lanes(channel, timeout_seconds)
+        self._stage_transfers = StageTransfers(channel, timeout_seconds)
         self._place, self._codec, self._merge = place, codec, merge
         self._seed, self._logs = seed, logs
         self._told = computing
@@ -119,7 +119,7 @@ class StageRunner:
         """
         sizes = self.shape.sizes(samples)
         order = operations(self.shape.order, self.position.stage, len(self.shape.stages), len(sizes))
-        waited, exposed = self._lanes.waited_seconds, self._merge.exposed_seconds
+        waited, exposed = self._stage_transfers.waited_seconds, self._merge.exposed_seconds
         self._compute_seconds = 0.0
         if self._expected != step:
             self._expect(step, len(sizes))
@@ -134,12 +134,12 @@ class StageRunner:
             self._backward(step, operation, share, (samples, before_last) if last else None)
         if then:
             self._expect(step + 1, len(self.shape.sizes(then)))
-        self._lanes.flush()
+        self._stage_transfers.flush()
         self._merge.finish()
         return StepDone(
             loss=self.loss,
             compute_seconds=self._compute_seconds,
-            waited_seconds=self._lanes.waited_seconds - waited,
+            waited_seconds=self._stage_transfers.waited_seconds - waited,
             exposed_seconds=self._merge.exposed_seconds - exposed,
         )
 
@@ -150,15 +150,15 @@ class StageRunner:
         ``parts``: the micro-batches of each replica of that attempt, if this worker `reads_data`, else empty. The loss
         is the mean over the samples of all replicas.
         """
-        waited = self._lanes.waited_seconds
-        seconds = replay(self, self._stage, self._lanes, logged, step, parts, self._seed, self._computing)
+        waited = self._stage_transfers.waited_seconds
+        seconds = replay(self, self._stage, self._stage_transfers, logged, step, parts, self._seed, self._computing)
         self.loss = self._stage.loss_sum if self.is_last else None
-        return StepDone(self.loss, seconds, self._lanes.waited_seconds - waited, 0.0)
+        return StepDone(self.loss, seconds, self._stage_transfers.waited_seconds - waited, 0.0)
 
     @property
     def taken_bytes(self) -> int:
         """Bytes received from other stages so far."""
-        return self._lanes.taken_bytes
+        return self._stage_transfers.taken_bytes
 
     def evaluate(self, tag: str, batches: Iterable[Any], count: int, metrics: Metrics) -> dict[str, float]:
         """Return the metrics of ``count`` batches, with forward passes only; empty in all stages but the last.
@@ -166,16 +166,16 @@ class StageRunner:
         ``tag`` must be unique among the evaluations of the attempt. ``metrics`` is the task's function, which calls the
         model once per batch. Stages between the first and the last need neither batches nor metrics.
         """
-        self._lanes.drain()
-        return evaluate(self, self._stage, self._lanes, f"{self._place}/{tag}", batches, count, metrics)
+        self._stage_transfers.drain()
+        return evaluate(self, self._stage, self._stage_transfers, f"{self._place}/{tag}", batches, count, metrics)
 
     def drain(self) -> None:
         """Wait until everything has been sent."""
-        self._lanes.drain()
+        self._stage_transfers.drain()
 
     def close(self) -> None:
         """End the threads; the caller must close the merge."""
-        self._lanes.close()
+        self._stage_transfers.close()
 
     def encoded(self, value: Carried | None, facts: dict[str, float] | None = None) -> list[memoryview]:
         """Encode an activation or a gradient, with optional facts, as buffers to send."""
@@ -203,19 +203,19 @@ class StageRunner:
             forward = operation.kind == "forward"
             if not (self.is_first if forward else self.is_last):
                 keys.append(self._key(step, "a" if forward else "g", stage, operation.micro_batch))
-        self._lanes.expect(keys)
+        self._stage_transfers.expect(keys)
 
     def _forward(self, step: int, number: int, batch: Any) -> None:
         stage = self.position.stage
         given = None
         if not self.is_first:
-            given, _ = self.decoded(self._lanes.take(self._key(step, "a", stage, number), keep=self._logs))
+            given, _ = self.decoded(self._stage_transfers.take(self._key(step, "a", stage, number), keep=self._logs))
         begun = time.monotonic()
         with self._computing("the forward pass"):
             passed = self._stage.forward(number, given, batch)
         self._compute_seconds += time.monotonic() - begun
         if passed is not None:
-            self._lanes.send(self._key(step, "a", stage + 1, number), self.encoded(passed))
+            self._stage_transfers.send(self._key(step, "a", stage + 1, number), self.encoded(passed))
 
     def _backward(
         self, step: int, operation: Operation, share: float, last: tuple[int, Callable[[], None]] | None
@@ -223,7 +223,7 @@ class StageRunner:
         stage, number = self.position.stage, operation.micro_batch
         given: tuple[torch.Tensor, ...] = ()
         if not self.is_last:
-            value, _ = self.decoded(self._lanes.take(self._key(step, "g", stage, number), keep=self._logs))
+            value, _ = self.decoded(self._stage_transfers.take(self._key(step, "g", stage, number), keep=self._logs))
             given = () if value is None else as_tuple(value, "the gradient of a stage's output")
         if last is not None:
             self._merge.arm(step, last[0])
@@ -235,4 +235,4 @@ class StageRunner:
             self.loss = self._stage.loss_sum if self.is_last else None
             last[1]()
         if not self.is_first:
-            self._lanes.send(self._key(step, "g", stage - 1, number), self.encoded(passed))
+            self._stage_transfers.send(self._key(step, "g", stage - 1, number), self.encoded(passed))

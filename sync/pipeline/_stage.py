@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from geofed_pb.errors import GeofedError
-from sync.pipeline._carried import Carried, as_tuple, like
 from sync.pipeline._contract import Answering, Loss, model_input
+from sync.pipeline._stage_tensors import Carried, as_tuple, like
 from sync.seeding import reseed
 
 __all__ = ["Stage"]

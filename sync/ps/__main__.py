@@ -27,7 +27,10 @@ from geofed_pb.security.access import AccessInterceptor
 from geofed_pb.tasks import awaited, background
 from geofed_pb.tracing import JobTrace, flush
 from geofed_pb.v1 import sync_pb2_grpc, worker_pb2_grpc
+from sync.channel_clients import open_channel
 from sync.codec import MaskedIntegers, codec_named
+from sync.file_transfer.access import EXCHANGE_RULES, PeerCheck, end_revoked
+from sync.file_transfer.listening import credentials, listen
 from sync.ps.config import PsConfig, read_config
 from sync.ps.core.events import Configured
 from sync.ps.core.ledger import NO_MODEL
@@ -42,11 +45,8 @@ from sync.ps.mask_keys import MaskKeys
 from sync.ps.rejoin import rejoin
 from sync.ps.server import WORKER_RULES, AdminService, WorkerCheck, WorkerService
 from sync.secure import FEWEST_REGIONS, hiding_regions
-from sync.store import open_channel
-from sync.transfer.access import EXCHANGE_RULES, PeerCheck, end_revoked
-from sync.transfer.listening import credentials, listen
-from sync.transport.revoked import RevokedSerials
-from sync.transport.sockets import Tls
+from sync.tcp_streams.revoked import RevokedSerials
+from sync.tcp_streams.sockets import Tls
 from sync.wan import ExchangeSettings, policy_of
 
 _TRACING = "geofed-parameter-server"

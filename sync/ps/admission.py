@@ -13,14 +13,14 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import write_durably
 from geofed_pb.v1 import sync_pb2
 from sync.codec import codec_named
+from sync.file_transfer.file_receiver import MAX_UPDATE_BYTES
+from sync.file_transfer.manifest import Manifest
+from sync.file_transfer.signing import verify
+from sync.file_transfer.wire import manifest_of
 from sync.ps.config import PsConfig
 from sync.ps.core.events import Event, Misbehaved
 from sync.ps.manifest_limits import ManifestLimits
-from sync.transfer.intake import MAX_UPDATE_BYTES
-from sync.transfer.manifest import Manifest
-from sync.transfer.signing import verify
-from sync.transfer.wire import manifest_of
-from sync.transport.sockets import Tls
+from sync.tcp_streams.sockets import Tls
 
 __all__ = ["MAX_WITNESSES", "Admission", "PeerFault"]
 

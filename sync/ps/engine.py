@@ -50,7 +50,8 @@ from sync.ps.core.events import (
 )
 from sync.ps.core.machine import Machine, Setup
 from sync.ps.core.synchronous import Synchronous
-from sync.ps.execution.executor import ActionExecutor, FramedUpdate, merged_key
+from sync.ps.execution.executor import ActionExecutor, merged_key
+from sync.ps.execution.own_updates import FramedUpdate
 from sync.ps.execution.threads import lower_priority
 from sync.ps.waiting_time import Standstill, waits_only
 from sync.wan import ExchangeSettings, LinkSample
@@ -297,7 +298,7 @@ class Engine:
         coding = self.executor.coding_bytes_per_second
         self.controller.round_over(sequence, machine.hiding_seconds(), 4 * layout.size, self.links(), coding)
         machine.stretch = -(-self.controller.interval_steps // self.executor.setup.steps_per_round)
-        self.executor.codec_wanted = codec_named(self.controller.codec)
+        self.executor.own_updates.codec_wanted = codec_named(self.controller.codec)
 
     def fail(self, error: GeofedError) -> None:
         """Record an error that ends the server. Nothing durable is changed after it."""

@@ -20,6 +20,12 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, answering, peer_region, streaming
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import common_pb2, sync_pb2
+from sync.file_transfer.arrival import Tickets
+from sync.file_transfer.file_receiver import FileReceiver
+from sync.file_transfer.manifest import Manifest, PeerAddress, Verdict
+from sync.file_transfer.peer_sender import PeerSender, SenderCallbacks
+from sync.file_transfer.signing import sign
+from sync.file_transfer.wire import manifest_to_proto
 from sync.mapped_files import locked
 from sync.ps.admission import MAX_WITNESSES, Admission
 from sync.ps.config import PsConfig
@@ -27,17 +33,11 @@ from sync.ps.core.actions import SendUpdates
 from sync.ps.core.events import PeerHas, StateLost, SumGone, Tried, Unreached, UpdateStored
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.engine import Engine
-from sync.ps.execution.executor import FramedUpdate
+from sync.ps.execution.own_updates import FramedUpdate
 from sync.ps.mask_keys import MaskKeys
 from sync.ps.rejoin import rejoin_reply
-from sync.transfer.arrival import Tickets
-from sync.transfer.intake import Intake
-from sync.transfer.manifest import Manifest, PeerAddress, Verdict
-from sync.transfer.peer_sender import PeerSender, SenderCallbacks
-from sync.transfer.signing import sign
-from sync.transfer.wire import manifest_to_proto
-from sync.transport.receiver import BulkPort
-from sync.transport.sockets import Tls
+from sync.tcp_streams.receiver import BulkPort
+from sync.tcp_streams.sockets import Tls
 from sync.wan import LinkSample
 
 __all__ = ["ExchangeService", "PeerLinks"]
@@ -188,7 +188,7 @@ def _peers_of(engine: Engine) -> list[PeerAddress]:
     return list(engine.machine.ledger.peers.values())
 
 
-class ExchangeService(Intake):
+class ExchangeService(FileReceiver):
     """Serves the parameter servers of the other regions."""
 
     def __init__(self, engine: Engine, config: PsConfig, links: PeerLinks, keys: MaskKeys | None = None) -> None:

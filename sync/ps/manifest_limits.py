@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from geofed_pb.errors import GeofedError
-from sync.transfer.manifest import Manifest
+from sync.file_transfer.manifest import Manifest
 
 __all__ = ["ManifestLimits"]
 

@@ -16,14 +16,14 @@ from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import write_durably
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
+from sync.file_transfer.signing import signature_of, verify_signature
+from sync.file_transfer.wire import open_channel
 from sync.ps.config import PsConfig
 from sync.ps.core.events import MaskKeyKnown, Misbehaved
 from sync.ps.engine import Engine
 from sync.ps.execution.mask_file import MaskFile
 from sync.secure import PairMasks
-from sync.transfer.signing import signature_of, verify_signature
-from sync.transfer.wire import open_channel
-from sync.transport.sockets import Tls
+from sync.tcp_streams.sockets import Tls
 
 __all__ = ["MaskKeys", "terms_of"]
 
@@ -66,7 +66,7 @@ class MaskKeys:
         machine = engine.machine
         own = [sequence for region, sequence in machine.ledger.kept if region == config.region]
         file = MaskFile(config.state_dir, max(0, machine.sequence, *own), lost=machine.state_lost)
-        self._key, engine.executor.mask_file = file.key, file
+        self._key, engine.executor.own_updates.mask_file = file.key, file
         self._told: set[str] = set()
         """Neighbours that know the keys of all regions."""
         self._refused: set[str] = set()
@@ -156,7 +156,7 @@ class MaskKeys:
             secrets = {
                 other: self._key.secret(own, other, bytes.fromhex(one.key), terms) for other, one in self._known.items()
             }
-            self._engine.executor.masks = PairMasks(own, secrets)
+            self._engine.executor.own_updates.masks = PairMasks(own, secrets)
         for region in sorted(self._known):
             self._engine.feed(MaskKeyKnown(region))
 

@@ -33,15 +33,15 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import error_of
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync import framing
+from sync.file_transfer.manifest import Manifest
+from sync.file_transfer.wire import manifest_of, manifest_to_proto, open_channel
 from sync.layout import Layout
 from sync.ps.admission import Admission
 from sync.ps.config import PsConfig
 from sync.ps.core.events import Configured
 from sync.ps.core.machine import Machine
 from sync.ps.engine import Engine
-from sync.transfer.manifest import Manifest
-from sync.transfer.wire import manifest_of, manifest_to_proto, open_channel
-from sync.transport.sockets import Tls
+from sync.tcp_streams.sockets import Tls
 
 __all__ = ["Answers", "RejoinPlan", "rejoin", "rejoin_plan", "rejoin_reply"]
 

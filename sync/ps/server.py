@@ -19,6 +19,7 @@ from geofed_pb.rpc import CHUNK_BYTES, answering, streaming, to_proto
 from geofed_pb.security.access import Rule
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc, worker_pb2, worker_pb2_grpc
 from sync import framing
+from sync.file_transfer.manifest import PeerAddress
 from sync.histograms import from_messages, to_messages
 from sync.layout import Layout
 from sync.ps.config import PsConfig
@@ -38,7 +39,6 @@ from sync.ps.engine import Engine, merged_key
 from sync.ps.exchange import PeerLinks
 from sync.ps.execution.export import to_safetensors
 from sync.ps.tokens import WorkerIdentity, verify
-from sync.transfer.manifest import PeerAddress
 
 __all__ = ["WORKER_RULES", "AdminService", "WorkerCheck", "WorkerService"]
 

@@ -43,12 +43,12 @@ from collectives_store import Shape
 from support.stores import redis_server
 
 from sync.channel import Channel, Usage
+from sync.channel_clients import _s3, open_channel
 from sync.collective import ChannelCosts, Settings
 from sync.means import weighted_mean
 from sync.merging import MeanCollective, Member, _driver, probe
 from sync.merging._driver import OneByOne
 from sync.merging._exchange import Arrived, Delete, ExchangePart, Fetch, Put, ValuesStored
-from sync.store import _s3, open_channel
 
 S3_LATENCY = {"put_seconds": 0.1, "get_seconds": 0.02, "list_seconds": 0.03}
 S3_JITTER = 0.15

@@ -1,4 +1,4 @@
-"""Deadlines met on published traces: this scheduler, ElasticFlow as published and others, in one simulation.
+"""OneRegionPolicy met on published traces: this scheduler, ElasticFlow as published and others, in one simulation.
 
     nice .venv/bin/python tests/bench/deadlines.py [--quick] [--json PATH] [--traces PATH] [--prices PATH]
 
@@ -35,7 +35,7 @@ from deadlines_spot import SpotSettings, simulate_spot
 from report import Bar, Report, options
 
 from scheduler.deadline import Overhead, Rules, curve_from_table
-from scheduler.lab.one_region import Deadlines
+from scheduler.lab.one_region import OneRegionPolicy
 from scheduler.lab.policies import POLICIES, ElasticFlow, ceiling, policy_named
 from scheduler.simulate import Incidents, Pauses, SimulationRun, Tables, TraceJob, read_table, read_trace, simulate
 
@@ -357,7 +357,7 @@ def _chronus(report: Report, traces: _Traces) -> None:
     most = sum(job.deadlines[0][1] for job in jobs if job.deadlines)
     print(f"\nChronus' mix, {len(jobs)} jobs, {8 * CHRONUS_NODES} devices; value of all in time {most:.0f}")
     value, wait = {}, {}
-    for policy in (ElasticFlow(60.0, keep=True), Deadlines(rules, keep=True)):
+    for policy in (ElasticFlow(60.0, keep=True), OneRegionPolicy(rules, keep=True)):
         run = simulate(jobs, policy, CHRONUS_NODES, 8, Pauses(overhead))
         waits = [job.started_s - job.submit_s for job in run.outcomes if job.best_effort]
         value[run.policy] = sum(job.value for job in run.outcomes if not job.best_effort)

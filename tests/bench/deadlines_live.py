@@ -1,4 +1,4 @@
-"""Deadlines live: bursts of jobs that really train on three regions in the WAN emulator.
+"""OneRegionPolicy live: bursts of jobs that really train on three regions in the WAN emulator.
 
     .venv/bin/python tests/bench/deadlines_live.py [--quick] [--json PATH]
 

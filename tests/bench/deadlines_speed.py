@@ -22,17 +22,17 @@ def admissions(active: int, asked: int, seed: int, devices_per_job: float = FULL
     rules = Rules(Overhead())
     promised = _jobs(active, draw, "old")
     answer = admit(0.0, capacity, promised, (), rules)
-    books, took = answer.books, []
+    ledgers, took = answer.ledgers, []
     gc.collect()
     for job in _jobs(asked, draw, "new"):
         begun = time.thread_time()
-        answer = admit(0.0, capacity, promised, [job], rules, books)
+        answer = admit(0.0, capacity, promised, [job], rules, ledgers)
         took.append(time.thread_time() - begun)
-        books = answer.books
+        ledgers = answer.ledgers
         # The number of active jobs stays: whoever comes in takes the place of one that is done.
         for new in answer.promised:
             done = promised.pop(0)
-            books[_REGION].give_back(done.name)
+            ledgers[_REGION].release(done.name)
             promised.append(new)
     return took
 
@@ -46,7 +46,7 @@ def plan_seconds(jobs: int, seed: int, devices_per_job: float) -> float:
     gc.collect()
     begun = time.thread_time()
     answer = admit(0.0, capacity, promised, (), rules)
-    spread(answer.books[_REGION], _REGION, promised, (), rules)
+    spread(answer.ledgers[_REGION], _REGION, promised, (), rules)
     return time.thread_time() - begun
 
 

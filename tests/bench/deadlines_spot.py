@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler.deadline import DeadlineJob, Overhead, refuge, spot_share
+from scheduler.deadline import DeadlineJob, Overhead, latest_exit, preemptible_share
 from scheduler.lab.one_region import least_device_seconds
 from scheduler.simulate._trace import TraceJob
 
@@ -62,7 +62,7 @@ def simulate_spot(jobs: Sequence[TraceJob], settings: SpotSettings) -> SpotRun:
     for spec in jobs:
         if not spec.deadlines:
             continue
-        alone = refuge(_job(spec, spec.submit_s, spec.work), spec.curve, spec.submit_s, settings.overhead, 0.0)
+        alone = latest_exit(_job(spec, spec.submit_s, spec.work), spec.curve, spec.submit_s, settings.overhead, 0.0)
         if not alone.share:
             continue
         count += 1
@@ -104,12 +104,12 @@ class _Stay:
         preempted_s = self._next_preemption(now)
         while True:
             job = _job(self.spec, now, left)
-            way_out = refuge(job, curve, now, overhead, self.settings.margin, self.settings.lost_s)
-            begin_s = now if share else now + overhead.seconds(spot_share(job, curve, now, self.settings.margin))
+            way_out = latest_exit(job, curve, now, overhead, self.settings.margin, self.settings.lost_s)
+            begin_s = now if share else now + overhead.seconds(preemptible_share(job, curve, now, self.settings.margin))
             if way_out.leave_s - begin_s < _SHORTEST_S:
                 return self._on_demand(now, left, way_out.share)
             if not share:
-                share = spot_share(job, curve, now, self.settings.margin)
+                share = preemptible_share(job, curve, now, self.settings.margin)
             rate = curve.rate(share)
             end_s = begin_s + left / rate
             until_s = min(way_out.leave_s, end_s, preempted_s)
@@ -121,7 +121,7 @@ class _Stay:
             if now >= preempted_s:
                 self.preemptions += 1
                 left = min(self.spec.work, left + self.draw.uniform(0, self.settings.lost_s) * rate)
-                again = refuge(_job(self.spec, now, left), curve, now, overhead, self.settings.margin)
+                again = latest_exit(_job(self.spec, now, left), curve, now, overhead, self.settings.margin)
                 if again.leave_s < now + self.settings.wait_s + _SHORTEST_S:
                     return self._on_demand(now, left, again.share)
                 share, now = 0, now + self.settings.wait_s

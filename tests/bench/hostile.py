@@ -39,12 +39,12 @@ from support.warm_servers import WarmServers
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
-from sync.transfer.manifest import Manifest
-from sync.transfer.signing import sign
-from sync.transfer.wire import manifest_to_proto
-from sync.transport.sockets import dial
-from sync.transport.stream import hello
-from sync.transport.wire import FrameKind, frame
+from sync.file_transfer.manifest import Manifest
+from sync.file_transfer.signing import sign
+from sync.file_transfer.wire import manifest_to_proto
+from sync.tcp_streams.sockets import dial
+from sync.tcp_streams.stream import hello
+from sync.tcp_streams.wire import FrameKind, frame
 
 HOSTILE = "mars"
 PUSHES = {"east": 1.0, HOSTILE: 5.0, "north": 2.0, "south": 3.0, "west": 4.0}

@@ -29,9 +29,9 @@ from isp_data import Flat, Task, batches
 from isp_learning import Curve, Method
 
 from geofed_pb.linux import CLONE_NEWNET, call
+from sync.channel_clients import open_channel
 from sync.layout import Vector
 from sync.merging import ChangeCollective, MeanCollective, Member
-from sync.store import open_channel
 
 __all__ = ["DDP", "Link", "possible", "run"]
 

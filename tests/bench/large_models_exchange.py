@@ -38,9 +38,9 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel_options, region_name, with_token
 from geofed_pb.v1 import worker_pb2, worker_pb2_grpc
 from sync import framing
+from sync.channel_clients import FileChannel
 from sync.layout import Layout, Slot, Vector
-from sync.store import FileChannel
-from sync.transport.sockets import Tls, accept_tls, dial
+from sync.tcp_streams.sockets import Tls, accept_tls, dial
 
 __all__ = ["measure_exchange"]
 

@@ -41,10 +41,10 @@ from region_agent.worker.invocation import Invocation
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.merging import Merging, merging_for
 from sync.channel import Channel, Usage
+from sync.channel_clients import _s3
 from sync.collective import ChannelCosts
 from sync.flat import FlatModel
 from sync.merging import _reduction_plan, probe
-from sync.store import _s3
 
 MODELS = {"ResNet-18, 44.7 MB": resnet18, "MobileNetV2, 14.0 MB": mobilenet}
 CASES = (

@@ -36,9 +36,9 @@ from report import Bar, Report
 
 from scheduler import pipeline
 from sync.channel import Buffer, Channel
+from sync.channel_clients import FileChannel
 from sync.collective import Settings
 from sync.pipeline import Layers, Pipeline
-from sync.store import FileChannel
 
 __all__ = ["measure"]
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from scheduler.scaling import StepObservation, Terms, learning_rate_factor
+from scheduler.scaling import StepCosts, StepObservation, learning_rate_factor
 from sync.collective import ChannelCosts, Merge, choose, estimate
 
 __all__ = ["POOL", "SETTINGS", "Controller", "PoolTime", "Run", "Setting", "play", "pool_time", "task_of"]
@@ -156,9 +156,9 @@ class PoolTime:
     def step(self, workers: int) -> float:
         return self.compute + self.merges[workers - 1]
 
-    def terms(self, compute_off: float = 1.0) -> Terms:
+    def terms(self, compute_off: float = 1.0) -> StepCosts:
         """As a tuner is told; ``compute_off``: how wrong the plan is about the compute."""
-        return Terms(
+        return StepCosts(
             expected_seconds=tuple(self.compute * compute_off + merge for merge in self.merges),
             worker_usd_per_second=FUNCTION_GB * USD_PER_GB_SECOND,
             usd_per_second=USD_PER_SECOND,

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from sync.file_transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.ps.core.actions import (
     Action,
     Failed,
@@ -48,7 +49,6 @@ from sync.ps.core.events import (
 )  # fmt: skip
 from sync.ps.core.machine import Setup
 from sync.ps.core.waiting_settings import WaitingSettings
-from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.wan import LinkSample, overlapped_steps
 
 __all__ = ["REGIONS", "Fault", "Outcome", "Scenario", "simulated"]

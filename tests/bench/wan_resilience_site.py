@@ -25,9 +25,9 @@ from geofed_pb.v1 import sync_pb2, sync_pb2_grpc, worker_pb2
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.ps_client import PsClient
 from sync import framing
+from sync.channel_clients import FileChannel
 from sync.layout import Layout, Slot, Vector
 from sync.ps.tokens import WorkerIdentity, sign
-from sync.store import FileChannel
 
 __all__ = ["JOB", "PORTS", "SiteConfig", "serve", "total", "written"]
 

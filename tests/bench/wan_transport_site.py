@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.exchange_site import Site
 from support.pki import Authority
 
-from sync.transfer.manifest import Manifest, PeerAddress
-from sync.transport.sockets import Tls
-from sync.transport.stream_count import largest_chunk_bytes
+from sync.file_transfer.manifest import Manifest, PeerAddress
+from sync.tcp_streams.sockets import Tls
+from sync.tcp_streams.stream_count import largest_chunk_bytes
 
 __all__ = ["serve"]
 

@@ -22,11 +22,11 @@ from control_plane.service import AGENT_RULES, CONTROL_RULES
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, error_of, region_name, reloading_credentials, with_token
 from geofed_pb.security.access import AccessInterceptor, Check, Rule
 from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2, sync_pb2, sync_pb2_grpc, worker_pb2
+from sync.file_transfer.access import EXCHANGE_RULES, PeerCheck
 from sync.ps.server import WORKER_RULES, WorkerCheck
 from sync.ps.tokens import WorkerIdentity, new_key, sign
-from sync.transfer.access import EXCHANGE_RULES, PeerCheck
-from sync.transport.revoked import RevokedSerials
-from sync.transport.sockets import Tls
+from sync.tcp_streams.revoked import RevokedSerials
+from sync.tcp_streams.sockets import Tls
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.scenario import bring_up, run
 

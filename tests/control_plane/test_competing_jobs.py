@@ -6,11 +6,11 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from control_plane.service.measuring._task_history import Learnt
+from control_plane.service.measuring._task_history import TaskHistory
 from control_plane.service.planning import _competing_jobs
 from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._allocation import Allocation, begin
-from control_plane.service.planning._competing_jobs import near
+from control_plane.service.planning._competing_jobs import competing_jobs
 from control_plane.service.planning._planning import first_state, plan_json
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry
@@ -42,7 +42,7 @@ class Chain:
         use = (f"regions.use=[{', '.join(regions)}]", f"train.workers={workers}", "train.end={epochs: 50}")
         spec = load(self.job_file, use).spec
         draft = self.draft()
-        answer = self.allocation.admission(draft, spec, name, Learnt()).answer()
+        answer = self.allocation.admission(draft, spec, name, TaskHistory()).answer()
         assert isinstance(answer, AdmittedJob)
         state = first_state(name, 1000.0, spec, answer.plan, self.regions, None)
         at = 1000.0 + len(self.jobs)
@@ -59,9 +59,9 @@ def test_jobs_that_share_no_region_even_by_others_are_not_planned_together(job_f
     chain = Chain(job_file, 4)
     chain.regions["far"] = live("far", 1000, WORKERS, 500.0)
     chain.add("alone", "far")
-    assert list(near(chain.draft(), ("r00",), {}).entries) == ["j00", "j01", "j02"]
-    assert list(near(chain.draft(), ("far",), {}).entries) == ["alone"]
-    together = near(chain.draft(), ("r00",), {})
+    assert list(competing_jobs(chain.draft(), ("r00",), {}).entries) == ["j00", "j01", "j02"]
+    assert list(competing_jobs(chain.draft(), ("far",), {}).entries) == ["alone"]
+    together = competing_jobs(chain.draft(), ("r00",), {})
     assert {name: one.devices for name, one in together.lasting.items()} == dict.fromkeys(
         ("r00", "r01", "r02", "r03"), WORKERS
     )
@@ -71,7 +71,7 @@ def test_beyond_a_number_the_workers_of_others_are_not_there(job_file: Path) -> 
     chain = Chain(job_file, 8)
     before, _competing_jobs._MOST_JOBS = _competing_jobs._MOST_JOBS, 3
     try:
-        together = near(chain.draft(), ("r03",), {})
+        together = competing_jobs(chain.draft(), ("r03",), {})
     finally:
         _competing_jobs._MOST_JOBS = before
     assert list(together.entries) == ["j01", "j02", "j03"]

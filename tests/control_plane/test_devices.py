@@ -11,7 +11,7 @@ import pytest
 
 from control_plane.service.jobs._submission import _most_workers
 from control_plane.service.measuring._measurements import Measurements
-from control_plane.service.measuring._task_history import Learnt
+from control_plane.service.measuring._task_history import TaskHistory
 from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._allocation import Allocation, begin
 from control_plane.service.planning._planning import first_state, plan_json, snapshot_of
@@ -51,7 +51,7 @@ class _Stand:
 
     def answer(self, name: str, *overrides: str) -> AdmittedJob | Declined:
         spec = load(self.job_file, ("regions.use=[east]", "train.end={epochs: 50}", *overrides)).spec
-        return self.allocation.admission(self.draft(), spec, name, Learnt()).answer()
+        return self.allocation.admission(self.draft(), spec, name, TaskHistory()).answer()
 
     def add(self, name: str, gpus: int | str, workers: int | str = 1, *more: str) -> AdmittedJob:
         overrides = (f"function.gpus={gpus}", "function.memoryMb=1024", f"train.workers={workers}", *more)
@@ -183,7 +183,7 @@ def test_by_hand_a_job_gets_no_more_workers_than_there_are_devices_for(job_file:
     stand = _Stand(job_file)
     stand.add("two", 2, 1)
     stand.add("three", 3, 1)
-    snapshot = snapshot_of(stand.regions.values(), stand.jobs.values(), Learnt())
+    snapshot = snapshot_of(stand.regions.values(), stand.jobs.values(), TaskHistory())
     assert (snapshot.busy_workers, snapshot.busy_devices) == ({"east": 2}, {"east": 5})
     (part,) = stand.jobs["two"].plan.partitions
     assert _most_workers(snapshot, part, 1) == 2, "three devices are free, and it has one worker"

@@ -10,7 +10,7 @@ import pytest
 
 from control_plane.core import JobState, Partition, Report, Speed
 from control_plane.service.measuring._speeds import FIRST_REST_SECONDS
-from control_plane.service.measuring._task_history import Learnt
+from control_plane.service.measuring._task_history import TaskHistory
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._gangs import planned_workers, staffed_of
 from control_plane.service.planning._planning import plan_json, snapshot_of, workers_now
@@ -42,7 +42,7 @@ class Watch:
         self.spec: JobSpec = load(folder / "job.yaml", []).spec
         self.regions = {name: _live(name) for name in ("a", "b")}
         chosen = plan(
-            snapshot_of(self.regions.values(), (), Learnt()),
+            snapshot_of(self.regions.values(), (), TaskHistory()),
             replace(to_demand(self.spec, "j", datetime.fromtimestamp(0.0, UTC)), minimise="time", interval=20),
         )
         assert isinstance(chosen, Plan)

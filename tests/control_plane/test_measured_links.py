@@ -25,7 +25,7 @@ from control_plane.core import region_state_to_json as written
 from control_plane.server import ServeConfig
 from control_plane.service.measuring._links import links_measured, with_measured
 from geofed_pb.v1 import agent_pb2
-from scheduler import Link, Sighting, measured_path
+from scheduler import Link, LinkMeasurement, measured_path
 from scheduler import Path as LinkPath
 from tests.control_plane.conftest import staged
 from tests.control_plane.fake_agent import catalogue, digest_of
@@ -79,18 +79,20 @@ def test_what_an_operator_states_counts_more() -> None:
 def test_a_rate_is_only_taken_from_updates_that_tell_it(rtt: float, mbps: float, size: int) -> None:
     """An update takes the line's time and a round trip or more: the small ones tell of the round trip alone."""
     seconds = size * 8e-6 / mbps + rtt / 1e3
-    path = measured_path(Sighting(size * 8e-6 / seconds, rtt), size)
+    path = measured_path(LinkMeasurement(size * 8e-6 / seconds, rtt), size)
     assert path.rtt_ms == pytest.approx(max(10.0, rtt), rel=0.05)
     if size * 8e-6 / mbps < rtt / 1e3:
         assert path.mbps >= min(100.0, 0.5 * mbps), "no slow link is made of a long one"
     elif seconds > 2.0:
         assert path.mbps == pytest.approx(mbps, rel=0.7)
-    assert measured_path(Sighting(0.0, rtt), size, LinkPath(50.0, 37.0, 0.0)).mbps == 37.0
+    assert measured_path(LinkMeasurement(0.0, rtt), size, LinkPath(50.0, 37.0, 0.0)).mbps == 37.0
 
 
 def test_the_shortest_round_trip_counts_until_the_way_is_longer() -> None:
     known = LinkPath(50.0, 100.0, 0.0)
-    told = {rtt: measured_path(Sighting(0.0, rtt), 1000, known).rtt_ms for rtt in (3.0, 40.0, 60.0, 100.0, 120.0)}
+    told = {
+        rtt: measured_path(LinkMeasurement(0.0, rtt), 1000, known).rtt_ms for rtt in (3.0, 40.0, 60.0, 100.0, 120.0)
+    }
     assert told == {3.0: 10.0, 40.0: 40.0, 60.0: 50.0, 100.0: 50.0, 120.0: 120.0}
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from control_plane.service.measuring._task_history import Learnt
+from control_plane.service.measuring._task_history import TaskHistory
 from control_plane.service.planning import _admission
 from control_plane.service.planning._admission import AdmittedJob, PendingAdmission
 from control_plane.service.planning._allocation import Allocation
@@ -58,7 +58,7 @@ class Stand:
     def asks(self, job_file: Path, *overrides: str) -> tuple[JobSpec, AdmittedJob | Declined]:
         spec = load(job_file, overrides).spec
         draft = Draft(self.at, self.jobs, self.regions)
-        return spec, self.allocation.admission(draft, spec, "new", Learnt()).answer()
+        return spec, self.allocation.admission(draft, spec, "new", TaskHistory()).answer()
 
     def takes(self, job_file: Path, *overrides: str) -> None:
         """Take a job in, if it can be; it waits in line with its promise."""
@@ -206,7 +206,7 @@ def test_an_answer_holds_as_long_as_what_it_rests_on_does(job_file: Path) -> Non
     spec = load(job_file, (f"objective.deadline={seconds}s",)).spec
 
     def asked() -> PendingAdmission:
-        return stand.allocation.admission(Draft(stand.at, stand.jobs, stand.regions), spec, "new", Learnt())
+        return stand.allocation.admission(Draft(stand.at, stand.jobs, stand.regions), spec, "new", TaskHistory())
 
     before = asked()
     answer = before.answer()

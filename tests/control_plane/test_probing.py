@@ -22,7 +22,7 @@ from control_plane.cli._report import plan_text
 from control_plane.client import ControlClient
 from control_plane.server import ServeConfig
 from control_plane.service.measuring import _probing
-from control_plane.service.measuring._task_history import Learnt, probed_speeds, task_keys
+from control_plane.service.measuring._task_history import TaskHistory, probed_speeds, task_keys
 from control_plane.service.planning._planning import snapshot_of
 from control_plane.spec import load, pack
 from control_plane.spec.sections import PROBED_BATCH
@@ -618,10 +618,6 @@ def test_a_gpu_that_was_too_small_keeps_its_region_out_for_a_day_whatever_others
         row = replace(row, at=at, gpu_lacks_json=json.dumps(_probing._lacks(replace(row, at=at), 5, known)))
     assert _probing._recent_lacks(row, 1000.0 + day) == lacks
     assert _probing._recent_lacks(row, 1001.0 + day) == {}
-    # As an earlier version has stored it.
-    row = replace(told, gpu_lacks_json=json.dumps({"a": [10, text]}))
-    assert _probing._recent_lacks(row, 1000.0 + day) == lacks
-    assert _probing._recent_lacks(row, 1001.0 + day) == {}
 
 
 def test_the_region_with_the_most_data_is_asked(serve_config: ServeConfig, job_file: Path) -> None:
@@ -808,12 +804,12 @@ def test_a_probe_tells_the_speed_with_its_own_batch_and_a_sane_one_with_others(
 
 def test_what_ran_counts_before_what_was_probed() -> None:
     ran = RunRow("j", "a", "t", 1.0, 50.0, 44, 0.5, batch=10)
-    known = snapshot_of((), (), Learnt((ran,), row([(10, 0.1)])), 10)
+    known = snapshot_of((), (), TaskHistory((ran,), row([(10, 0.1)])), 10)
     assert (known.model_bytes, known.counted, known.start_seconds, known.start_probed) == (44, False, 0.5, False)
     assert known.speeds == {"a": 50.0}
-    kin = snapshot_of((), (), Learnt((replace(ran, task_key="before"),), row([(10, 0.1)])), 10)
+    kin = snapshot_of((), (), TaskHistory((replace(ran, task_key="before"),), row([(10, 0.1)])), 10)
     assert (kin.model_bytes, kin.counted, kin.start_seconds) == (40, True, 0.5)
-    alone = snapshot_of((), (), Learnt((), row([(10, 0.1)])), 10)
+    alone = snapshot_of((), (), TaskHistory((), row([(10, 0.1)])), 10)
     assert (alone.model_bytes, alone.start_seconds, alone.start_probed) == (40, 2.0, True)
     assert alone.probed == {"a": pytest.approx(100.0)}
-    assert snapshot_of((), (), Learnt((), row([])), 10).probed == {}
+    assert snapshot_of((), (), TaskHistory((), row([])), 10).probed == {}

@@ -24,7 +24,7 @@ from control_plane.core import (
     StartDelayed,
 )
 from control_plane.service.jobs._result import result_of, runs_of
-from control_plane.service.measuring._task_history import Learnt
+from control_plane.service.measuring._task_history import TaskHistory
 from control_plane.service.planning._planning import plan_json, snapshot_of
 from control_plane.spec import load, to_demand
 from control_plane.store import JobRow, RunRow
@@ -44,7 +44,8 @@ def ended(begun_at: float, started_at: float, phase: str = "succeeded") -> JobSt
 def test_the_wait_for_workers_is_told_apart(job_file: Path) -> None:
     spec = load(job_file).spec
     chosen = plan(
-        snapshot_of([live("r0", 500, 2, 100.0)], (), Learnt()), to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))
+        snapshot_of([live("r0", 500, 2, 100.0)], (), TaskHistory()),
+        to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC)),
     )
     assert isinstance(chosen, Plan)
     row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
@@ -68,7 +69,7 @@ def test_the_wait_for_workers_is_told_apart(job_file: Path) -> None:
 def test_what_a_start_is_billed_is_known_to_the_next_plan(job_file: Path) -> None:
     spec, region = load(job_file).spec, live("r0", 500, 2, 100.0)
     wanted = to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))
-    chosen = plan(snapshot_of([region], (), Learnt()), wanted)
+    chosen = plan(snapshot_of([region], (), TaskHistory()), wanted)
     assert isinstance(chosen, Plan)
     (part,) = chosen.partitions
     row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
@@ -85,7 +86,7 @@ def test_what_a_start_is_billed_is_known_to_the_next_plan(job_file: Path) -> Non
     state = replace(state, partitions=(replace(own, report=report),))
     (run,) = runs_of(row, state, spec, chosen)
     assert (run.start_function_seconds, run.start_server_seconds) == (pytest.approx(2.0), pytest.approx(4.0))
-    told = snapshot_of([region], (), Learnt([run]), spec.train.batch).started
+    told = snapshot_of([region], (), TaskHistory([run]), spec.train.batch).started
     assert told == {"r0": StartBilled(run.start_function_seconds, run.start_server_seconds)}
     away = (*money[:2], Charge("parameter-server", 30.0 / 3600, "h", 0.1, "list"))
     for changed in (
@@ -95,14 +96,14 @@ def test_what_a_start_is_billed_is_known_to_the_next_plan(job_file: Path) -> Non
         other = replace(state, partitions=(replace(own, report=changed),))
         (run,) = runs_of(row, other, spec, chosen)
         assert run.start_function_seconds is None, "other workers, no meters, or a region that was away for a while"
-        assert not snapshot_of([region], (), Learnt([run]), spec.train.batch).started
+        assert not snapshot_of([region], (), TaskHistory([run]), spec.train.batch).started
 
 
 @pytest.mark.parametrize(("unbilled", "known"), [(5.0, True), (864.0, False)])
 def test_only_the_end_of_a_long_training_is_taken_off(job_file: Path, unbilled: float, known: bool) -> None:
     spec, region = load(job_file).spec, live("r0", 500, 2, 100.0)
     wanted = to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))
-    chosen = plan(snapshot_of([region], (), Learnt()), wanted)
+    chosen = plan(snapshot_of([region], (), TaskHistory()), wanted)
     assert isinstance(chosen, Plan)
     (part,) = chosen.partitions
     row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
@@ -124,14 +125,14 @@ def test_a_run_with_unequal_parts_does_not_tell_the_speed(job_file: Path) -> Non
     region, at = live("r0", 500, 2, 100.0), datetime.fromtimestamp(100.0, UTC)
     unequal = ["advanced.collective=k-reduce", "advanced.merge.staleness=1", "advanced.merge.ratio=2", "advanced.k=1"]
     spec = load(job_file, unequal).spec
-    chosen = plan(snapshot_of([region], (), Learnt()), to_demand(spec, "j", at))
+    chosen = plan(snapshot_of([region], (), TaskHistory()), to_demand(spec, "j", at))
     assert isinstance(chosen, Plan)
     row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
     runs = runs_of(row, ended(155.0, 158.0), spec, chosen)
-    told = snapshot_of([region], (), Learnt(runs), spec.train.batch)
+    told = snapshot_of([region], (), TaskHistory(runs), spec.train.batch)
     assert (dict(told.speeds), told.model_bytes, told.start_seconds) == ({}, 40, 3.0), "size and start it does tell"
     equal = runs_of(replace(row, id="i"), ended(155.0, 158.0), spec, replace(chosen, merging={"staleness": 1.0}))
-    told = snapshot_of([region], (), Learnt((*runs, *equal)), spec.train.batch)
+    told = snapshot_of([region], (), TaskHistory((*runs, *equal)), spec.train.batch)
     assert told.speeds == {"r0": 100.0}, "the newest run with equal parts counts"
     assert not told.profiled
 
@@ -140,7 +141,7 @@ def test_the_part_that_a_filter_lets_pass_is_known_to_the_next_plan(job_file: Pa
     spec, regions = load(job_file).spec, [live("r0", 500, 2, 100.0), live("r1", 500, 2, 100.0)]
     wanted = to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))
     wanted = replace(wanted, wan_policy="asp", interval=None, wan_settings={"significance": 0.01})
-    known = replace(snapshot_of(regions, (), Learnt()), model_bytes=400_000)
+    known = replace(snapshot_of(regions, (), TaskHistory()), model_bytes=400_000)
     chosen = plan(known, wanted)
     assert isinstance(chosen, Plan)
     row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
@@ -160,7 +161,7 @@ def test_the_part_that_a_filter_lets_pass_is_known_to_the_next_plan(job_file: Pa
     runs = runs_of(row, replace(ended(155.0, 158.0), partitions=parts), spec, chosen)
     share = runs[0].sent_share
     assert share == pytest.approx(0.2, rel=0.02)
-    after = replace(known, sent_share=snapshot_of(regions, (), Learnt(runs), spec.train.batch).sent_share)
+    after = replace(known, sent_share=snapshot_of(regions, (), TaskHistory(runs), spec.train.batch).sent_share)
     again = plan(after, wanted)
     assert isinstance(again, Plan)
     assert again.sent_share == share
@@ -176,7 +177,7 @@ def test_the_part_that_a_filter_lets_pass_is_known_to_the_next_plan(job_file: Pa
 def test_the_ends_of_rounds_are_known_to_the_next_plan(job_file: Path) -> None:
     spec, regions = load(job_file).spec, [live("r0", 500, 2, 100.0), live("r1", 500, 2, 100.0)]
     wanted = replace(to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC)), workers=1, exchange="synchronous")
-    known = snapshot_of(regions, (), Learnt())
+    known = snapshot_of(regions, (), TaskHistory())
     chosen = plan(known, wanted)
     assert isinstance(chosen, Plan)
     row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
@@ -192,11 +193,11 @@ def test_the_ends_of_rounds_are_known_to_the_next_plan(job_file: Path) -> None:
     )
     state = replace(ended(155.0, 158.0), partitions=parts)
     table = link_table([region.planned for region in regions if region.planned is not None])
-    told = snapshot_of(regions, (), Learnt(runs_of(row, state, spec, chosen, table)), spec.train.batch)
+    told = snapshot_of(regions, (), TaskHistory(runs_of(row, state, spec, chosen, table)), spec.train.batch)
     assert told.round_end_seconds == pytest.approx(0.2), "of the region that the others wait for"
     assert told.round_work_seconds == pytest.approx(0.2 + 0.1), "it evaluates, and its worker does more than compute"
-    learnt = replace(known, round_end_seconds=told.round_end_seconds, round_work_seconds=told.round_work_seconds)
-    after = plan(learnt, replace(wanted, interval=chosen.interval, codec=chosen.codec))
+    history = replace(known, round_end_seconds=told.round_end_seconds, round_work_seconds=told.round_work_seconds)
+    after = plan(history, replace(wanted, interval=chosen.interval, codec=chosen.codec))
     assert isinstance(after, Plan)
     phases = {phase.name: phase.seconds for phase in after.estimate.phases}
     before = {phase.name: phase.seconds for phase in chosen.estimate.phases}
@@ -215,7 +216,7 @@ def test_the_ends_of_rounds_are_known_to_the_next_plan(job_file: Path) -> None:
 def test_a_round_that_stands_still_for_less_than_predicted_is_known_to_the_next_plan(job_file: Path) -> None:
     spec, regions = load(job_file).spec, [live("r0", 500, 2, 100.0), live("r1", 500, 2, 100.0)]
     wanted = replace(to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC)), workers=1, exchange="synchronous")
-    known = snapshot_of(regions, (), Learnt())
+    known = snapshot_of(regions, (), TaskHistory())
     for beyond, left in ((-0.05, 1.0), (-1e3, 0.0)):
         first = plan(known, wanted)
         assert isinstance(first, Plan)
@@ -235,7 +236,7 @@ def test_a_round_that_stands_still_for_less_than_predicted_is_known_to_the_next_
 
 def test_what_no_phase_accounts_for_and_handing_the_model_in_are_known_to_the_next_plan(job_file: Path) -> None:
     spec = load(job_file).spec
-    known = snapshot_of([live("r0", 500, 2, 100.0)], (), Learnt())
+    known = snapshot_of([live("r0", 500, 2, 100.0)], (), TaskHistory())
     wanted = replace(to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC)), workers=2)
     chosen = plan(known, wanted)
     assert isinstance(chosen, Plan)
@@ -289,6 +290,6 @@ def test_one_run_on_busy_machines_does_not_decide_for_all_plans() -> None:
         for number, seconds in enumerate([9.0, 0.2, None, 0.3, -0.1, 0.25, 50.0])
         for region in ("r0", "r1")
     ]
-    assert snapshot_of([], (), Learnt(runs)).round_end_seconds == 0.25
-    assert snapshot_of([], (), Learnt(runs[:2])).round_end_seconds == 9.0
-    assert snapshot_of([], (), Learnt(())).round_end_seconds is None
+    assert snapshot_of([], (), TaskHistory(runs)).round_end_seconds == 0.25
+    assert snapshot_of([], (), TaskHistory(runs[:2])).round_end_seconds == 9.0
+    assert snapshot_of([], (), TaskHistory(())).round_end_seconds is None

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.core import Charge, Evaluation, Goal, JobState, MeterTotals, Partition, Report
-from control_plane.service.measuring._task_history import Learnt
+from control_plane.service.measuring._task_history import TaskHistory
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._gangs import planned_workers, staffed_of
 from control_plane.service.planning._planning import goal_of, plan_json, snapshot_of, workers_now
@@ -74,7 +74,7 @@ class Life:
         (folder / "task.py").write_text("")
         self.spec: JobSpec = load(folder / "job.yaml", overrides).spec
         self.regions = {name: _live(name, server_usd) for name in ("a", "b")}
-        snapshot = snapshot_of(self.regions.values(), (), Learnt())
+        snapshot = snapshot_of(self.regions.values(), (), TaskHistory())
         chosen = plan(snapshot, to_demand(self.spec, "j", datetime.fromtimestamp(0.0, UTC)))
         assert isinstance(chosen, Plan), chosen
         self.plan = chosen
@@ -243,9 +243,9 @@ class Wild(Life):
 
 def _tuning(every: int = 1) -> Tuning:
     from scheduler.scaling import ScalingGoal as ScalingGoal
-    from scheduler.scaling import Terms
+    from scheduler.scaling import StepCosts
 
-    terms = Terms((1.0,) * 12, 1e-5, 1e-6, 3.0, least=2)
+    terms = StepCosts((1.0,) * 12, 1e-5, 1e-6, 3.0, least=2)
     goal = Goal("loss", 0.45, at_least=False, every=every)
     tuner = ScalingTuner(terms, ScalingGoal(0.45, None))
     return Tuning({"a": 8, "b": 4}, {"a": 320, "b": 160}, goal, terms, tuner)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from control_plane.cli.commands.submit import Submission, planned
 from control_plane.server import ServeConfig
 from control_plane.spec import pack
 from geofed_pb.errors import GeofedError
-from geofed_pb.features import FEATURES, PARTS
 from geofed_pb.files.task_folder import LISTED, Part, read_parts
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import FakeAgent
@@ -48,10 +46,9 @@ def large(job_file: Path) -> Path:
     return job_file
 
 
-async def _agents(stage: Stage, *features: tuple[str, ...]) -> list[FakeAgent]:
+async def _agents(stage: Stage) -> list[FakeAgent]:
     agents = [await stage.agent(name) for name in "ab"]
-    for agent, able in zip(agents, features or (FEATURES, FEATURES), strict=True):
-        agent.features = able
+    for agent in agents:
         await agent.connect()
     return agents
 
@@ -72,25 +69,6 @@ def test_only_what_has_changed_is_sent(serve_config: ServeConfig, large: Path, s
             sent.clear()
             await Submission(*read_job(large, None), "changed").send(stage.client)
             assert not sent, "the plan has sent it"
-            for agent in agents:
-                await agent.close()
-
-    run(scenario())
-
-
-def test_an_earlier_agent_gets_no_job_with_a_large_folder(serve_config: ServeConfig, large: Path) -> None:
-    async def scenario() -> None:
-        async with staged(serve_config) as stage:
-            agents = await _agents(stage, tuple(one for one in FEATURES if one != PARTS), FEATURES)
-            told = await planned(stage.client, *read_job(large, None))
-            (reason,) = json.loads(told.plan_json)["reasons"]
-            assert reason["text"] == (
-                "the agent of region a is of an earlier version, which does not know `task folder above 1 MiB`"
-            )
-            assert (await planned(stage.client, *read_job(large, ["regions.avoid=[a]"]))).admissible
-            for number in range(3):
-                (large.parent / f"{number}.bin").unlink()
-            assert (await planned(stage.client, *read_job(large, None))).admissible
             for agent in agents:
                 await agent.close()
 

@@ -1,4 +1,4 @@
-"""What was learnt of a task holds for the task, whatever the job is called, and however fast it learns."""
+"""What was history of a task holds for the task, whatever the job is called, and however fast it learns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.server import ServeConfig
-from control_plane.service.measuring._task_history import Learnt, measured_batches, speeds_of, stage_paces_of, task_keys
+from control_plane.service.measuring._task_history import (
+    TaskHistory,
+    measured_batches,
+    speeds_of,
+    stage_paces_of,
+    task_keys,
+)
 from control_plane.service.planning._tuning import profile_from_json
 from control_plane.spec import load, pack
 from control_plane.store import Change, RunRow, WeightRow, open_store
@@ -110,8 +116,8 @@ def test_batches_are_measured_by_runs_profiles_and_the_probe() -> None:
     probed = WeightRow("t", "b", 0.0, 10, 40, json.dumps([[64, 0.74, 0], [16, 0.26]]), 2.0)
     profile = profile_from_json(json.dumps(profile_of("a", 10)), "a")
     runs = (row(100, 32.0), row(50, 0.0), row(0, 32.0), replace(row(7, 32.0), profile_json="{}"))
-    assert measured_batches(Learnt(runs, probed), {"a": profile}) == {5, 10, 20, 16, 64, 100}
-    assert measured_batches(Learnt(), {}) == frozenset()
+    assert measured_batches(TaskHistory(runs, probed), {"a": profile}) == {5, 10, 20, 16, 64, 100}
+    assert measured_batches(TaskHistory(), {}) == frozenset()
 
 
 @given(st.lists(st.tuples(st.integers(1, 4096), st.floats(0.1, 1e6)), min_size=1, max_size=4), st.integers(1, 4096))

@@ -28,7 +28,7 @@ from support.running import (
 
 from deploy.emulator import Emulator, load_profile
 from deploy.local import RegionSite
-from sync.transport.partial_file import PartialFile
+from sync.tcp_streams.partial_file import PartialFile
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

@@ -19,10 +19,10 @@ from deploy.local import LOOPBACK
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel_options, region_name, with_token
 from geofed_pb.v1 import sync_pb2, worker_pb2
-from sync.transfer.signing import sign
-from sync.transport.sockets import dial
-from sync.transport.stream import hello
-from sync.transport.wire import FrameHead, FrameKind, frame
+from sync.file_transfer.signing import sign
+from sync.tcp_streams.sockets import dial
+from sync.tcp_streams.stream import hello
+from sync.tcp_streams.wire import FrameHead, FrameKind, frame
 
 __all__ = ["MEMBER", "SENDERS", "Sender", "send", "senders"]
 

@@ -37,7 +37,7 @@ from region_agent.worker.task import unpack
 from sync.codec import codec_by_mark, codec_named, codecs
 from sync.framing import decode, digest_of, encode
 from sync.layout import Layout
-from sync.transport import wire
+from sync.tcp_streams import wire
 from tests.control_plane.conftest import JOB, TASK
 from tests.control_plane.fake_agent import catalogue
 from tests.region_agent.test_config import WHOLE

@@ -42,10 +42,10 @@ from region_agent.profiling import Profiler
 from region_agent.shards import receiving
 from region_agent.shards.receiving import ShardPort
 from region_agent.shards.sending import Sending
+from sync.file_transfer.manifest import PeerAddress
+from sync.file_transfer.peer_sender import PeerSender
 from sync.ps.config import PsConfig
 from sync.ps.engine import Engine
-from sync.transfer.manifest import PeerAddress
-from sync.transfer.peer_sender import PeerSender
 from tests.control_plane.conftest import staged
 
 ROOT = Path(__file__).parents[2]
@@ -74,11 +74,11 @@ THREADS = {
     "sync/ps/engine.py",
     "sync/ps/execution/checkpoints.py",
     "sync/ps/execution/executor.py",
-    "sync/store/_s3.py",
-    "sync/transfer/bulk.py",
-    "sync/transfer/intake.py",
-    "sync/transport/receiver.py",
-    "sync/transport/sender.py",
+    "sync/channel_clients/_s3.py",
+    "sync/file_transfer/bulk.py",
+    "sync/file_transfer/file_receiver.py",
+    "sync/tcp_streams/receiver.py",
+    "sync/tcp_streams/sender.py",
 }
 """Modules with threads of their own. Whoever adds one sees that an error reaches its owner: a future that nobody asks
 holds it for ever."""

@@ -21,7 +21,7 @@ from region_agent import doctor
 from region_agent.config import RegionConfig
 from region_agent.doctor import Finding, examine
 from region_agent.link.identity import Identity, JoinedFederation
-from sync.transport.sockets import Tls
+from sync.tcp_streams.sockets import Tls
 
 
 class _Hub(agent_pb2_grpc.AgentHubServicer):

@@ -13,7 +13,7 @@ from geofed_pb.platforms import PLATFORMS
 from region_agent.config import FileChannelConfig, RedisChannelConfig, S3ChannelConfig, load_config
 from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.worker.training.merging import Fenced
-from sync.store import FileChannel, fence_key, open_channel
+from sync.channel_clients import FileChannel, fence_key, open_channel
 
 REGION = """\
 apiVersion: geofed/v1

@@ -31,10 +31,10 @@ from region_agent.shards.receiving import ShardPort, ShardStore, open_port
 from region_agent.shards.sending import Sending, SendingContext
 from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import ShardFile
+from sync.file_transfer.file_receiver import MAX_UPDATE_BYTES
+from sync.file_transfer.manifest import Manifest, Verdict
 from sync.framing import digest_of
-from sync.transfer.intake import MAX_UPDATE_BYTES
-from sync.transfer.manifest import Manifest, Verdict
-from sync.transport.partial_file import PartialFile
+from sync.tcp_streams.partial_file import PartialFile
 
 MIB = 1 << 20
 JOB = "job-1"

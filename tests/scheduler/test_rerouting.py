@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler import Path, Sighting, as_seen, choose_topology, evaluate_topologies, rerouted
+from scheduler import LinkMeasurement, Path, choose_topology, evaluate_topologies, rerouted, with_measurements
 from scheduler._link import pace
 
 SIZE = 5_000_000
@@ -28,7 +28,9 @@ def told(path: Path, size: int = SIZE, beyond: float = 0.0) -> float:
 @given(mbps=st.floats(0.5, 60.0), rtt_ms=st.floats(1.0, 300.0), size=st.integers(1_000_000, 100_000_000))
 def test_a_slower_link_is_seen_as_it_is(mbps: float, rtt_ms: float, size: int) -> None:
     stated, true = Path(rtt_ms, 200.0, 0.0), Path(rtt_ms, mbps, 0.0)
-    seen = as_seen({("a", "b"): stated}, {("a", "b"): Sighting(told(true, size), rtt_ms)}, size)["a", "b"]
+    seen = with_measurements({("a", "b"): stated}, {("a", "b"): LinkMeasurement(told(true, size), rtt_ms)}, size)[
+        "a", "b"
+    ]
     slow = told(true, size) * 1.6 < told(stated, size, beyond=0.1)
     assert seen == stated or seen.mbps == pytest.approx(mbps, rel=0.06)
     assert seen != stated or not slow
@@ -38,20 +40,24 @@ def test_a_slower_link_is_seen_as_it_is(mbps: float, rtt_ms: float, size: int) -
 def test_what_a_good_link_cannot_help_does_not_count(size: int) -> None:
     """Small updates take as long as a round trip and a disk do, whatever the rate."""
     path = Path(80.0, 1000.0, 0.0)
-    sighting = Sighting(told(path, size, beyond=0.05), 80.0)
-    assert as_seen({("a", "b"): path}, {("a", "b"): sighting}, size) == {("a", "b"): path}
+    sighting = LinkMeasurement(told(path, size, beyond=0.05), 80.0)
+    assert with_measurements({("a", "b"): path}, {("a", "b"): sighting}, size) == {("a", "b"): path}
 
 
 def test_a_faster_link_and_a_longer_way_are_seen() -> None:
     stated = {("a", "b"): Path(30.0, 10.0, 0.5)}
-    assert as_seen(stated, {("a", "b"): Sighting(88.8, 31.0)}, SIZE)["a", "b"] == Path(30.0, 89.0, 0.5)
-    assert as_seen(stated, {("a", "b"): Sighting(0.0, 456.0)}, SIZE)["a", "b"] == Path(460.0, 10.0, 0.5)
+    assert with_measurements(stated, {("a", "b"): LinkMeasurement(88.8, 31.0)}, SIZE)["a", "b"] == Path(30.0, 89.0, 0.5)
+    assert with_measurements(stated, {("a", "b"): LinkMeasurement(0.0, 456.0)}, SIZE)["a", "b"] == Path(
+        460.0, 10.0, 0.5
+    )
 
 
 def test_what_nobody_knows_is_not_counted_on() -> None:
     table = complete("abc")
     known = [("a", "b"), ("b", "a")]
-    seen = as_seen(table, {("b", "c"): Sighting(50.0), ("a", "b"): Sighting(down=True)}, SIZE, known)
+    seen = with_measurements(
+        table, {("b", "c"): LinkMeasurement(50.0), ("a", "b"): LinkMeasurement(down=True)}, SIZE, known
+    )
     assert set(seen) == {("b", "a"), ("b", "c")}
 
 

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler import Restaffing, Staffed, pace, paces, restaff
+from scheduler import RunningRegion, WorkerChange, pace, paces, worker_change
 
 PAID = 0.06 / 3600
 """USD/s of a worker with 1 GB."""
 
 
-def staffed(region: str, workers: int = 4, speed: float = 1000.0, **more: Any) -> Staffed:
+def staffed(region: str, workers: int = 4, speed: float = 1000.0, **more: Any) -> RunningRegion:
     given = {"free": 8, "batch": 256, "steps_per_round": 20, "usd_per_second": 1e-6}
-    return Staffed(region, workers, samples_per_second=speed, worker_usd_per_second=PAID, **{**given, **more})
+    return RunningRegion(region, workers, samples_per_second=speed, worker_usd_per_second=PAID, **{**given, **more})
 
 
-def changed(*regions: Staffed, **more: Any) -> Restaffing | None:
+def changed(*regions: RunningRegion, **more: Any) -> WorkerChange | None:
     given = {"rounds_left": 100, "exchange_seconds": 0.1, "background": True, "minimise": "cost"}
-    return restaff(regions, **{**given, **more})
+    return worker_change(regions, **{**given, **more})
 
 
 states = st.lists(
@@ -42,7 +42,12 @@ limits = st.one_of(st.none(), st.floats(0.1, 1e5))
 
 @given(states, st.integers(1, 1000), st.booleans(), st.sampled_from(["cost", "time"]), limits, limits)
 def test_a_change_is_within_what_is_free_and_is_not_taken_back(
-    found: list[Staffed], rounds: int, background: bool, minimise: str, deadline: float | None, budget: float | None
+    found: list[RunningRegion],
+    rounds: int,
+    background: bool,
+    minimise: str,
+    deadline: float | None,
+    budget: float | None,
 ) -> None:
     regions = [replace(region, region=f"r{n}") for n, region in enumerate(found)]
     asked: dict[str, Any] = {
@@ -53,7 +58,7 @@ def test_a_change_is_within_what_is_free_and_is_not_taken_back(
         "deadline_seconds": deadline,
         "budget_usd": budget,
     }
-    change = restaff(regions, **asked)
+    change = worker_change(regions, **asked)
     if change is None:
         return
     assert change.reason
@@ -61,7 +66,7 @@ def test_a_change_is_within_what_is_free_and_is_not_taken_back(
         wanted = change.workers.get(region.region, region.workers)
         assert wanted == region.workers or 1 <= wanted <= min(region.free, region.batch)
     after = [replace(region, workers=change.workers.get(region.region, region.workers)) for region in regions]
-    assert restaff(after, **asked) is None
+    assert worker_change(after, **asked) is None
 
 
 def test_a_region_that_was_throttled_gets_more_workers_and_the_others_none_that_wait() -> None:
@@ -95,7 +100,9 @@ def test_a_paused_region_is_left_alone() -> None:
 
 
 @given(states, st.floats(0, 10), st.booleans())
-def test_paces_ascend_and_what_there_is_is_one_of_them(found: list[Staffed], exchange: float, background: bool) -> None:
+def test_paces_ascend_and_what_there_is_is_one_of_them(
+    found: list[RunningRegion], exchange: float, background: bool
+) -> None:
     regions = [replace(region, region=f"r{n}") for n, region in enumerate(found)]
     ways = paces(regions, exchange, background)
     now = {region.region: region.workers for region in regions}

@@ -28,11 +28,11 @@ from scheduler import (
     Split,
     Topologies,
     Topology,
+    choose_again,
     choose_topology,
     evaluate_topologies,
     evaluate_topology,
     plan,
-    rechosen,
 )
 from scheduler._link import pace
 
@@ -291,18 +291,18 @@ def test_a_topology_is_changed_only_for_a_gain_that_lasts() -> None:
     assert mesh is not None
     assert mesh.kind == "mesh"
     slow = {**good, ("a", "b"): Path(50.0, 5.0, 0.09)}
-    assert rechosen(mesh, [good, good, good], size) is None
-    assert rechosen(mesh, [slow, slow], size) is None, "two measurements are not enough"
-    assert rechosen(mesh, [slow, good, slow], size) is None, "it did not last"
-    other = rechosen(mesh, [good, slow, slow, slow], size)
+    assert choose_again(mesh, [good, good, good], size) is None
+    assert choose_again(mesh, [slow, slow], size) is None, "two measurements are not enough"
+    assert choose_again(mesh, [slow, good, slow], size) is None, "it did not last"
+    other = choose_again(mesh, [good, slow, slow, slow], size)
     assert other is not None
     assert ("a", "b") not in other.links
     assert other.seconds < 0.8 * reference(mesh.links, slow, size)
     little = {**good, ("a", "b"): Path(50.0, 85.0, 0.09)}
-    assert rechosen(mesh, [little] * 3, size) is None
+    assert choose_again(mesh, [little] * 3, size) is None
     gone = {link: path for link, path in good.items() if set(link) != {"a", "b"}}
-    assert rechosen(mesh, [gone] * 3, size) is not None
-    assert rechosen(mesh, [gone, gone, good], size) is None
+    assert choose_again(mesh, [gone] * 3, size) is not None
+    assert choose_again(mesh, [gone, gone, good], size) is None
     alone = choose_topology(evaluate_topologies("a", {}, size))
     assert alone is not None
-    assert rechosen(alone, [{}] * 3, size) is None
+    assert choose_again(alone, [{}] * 3, size) is None

@@ -15,7 +15,7 @@ from support.pki import Authority
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, answering, peer_region, server_options, streaming
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
-from region_agent.link.control_plane_stream import Hub
+from region_agent.link.control_plane_stream import ControlPlaneStream
 from region_agent.link.identity import Identity, JoinedFederation, make_request
 from region_agent.state.store import AgentStore
 
@@ -156,7 +156,7 @@ class Agent:
         issued = control_plane.authority.issue("east", "east.region.geofed", key=key, **life)  # type: ignore[arg-type]
         federation = JoinedFederation("east", before + control_plane.address, "test")
         self.identity.store(federation, key_pem, issued.certificate_pem, issued.ca_pem)
-        self.hub = Hub(self.identity, self.store, lambda: "{}", "1.0")
+        self.hub = ControlPlaneStream(self.identity, self.store, lambda: "{}", "1.0")
         self.taken: list[tuple[str, int]] = []
         self.refuse_once: Exception | None = None
         self.restored = 0

@@ -18,12 +18,12 @@ from geofed_pb.v1 import worker_pb2
 from region_agent.worker.invocation import Invocation, Outcome, ShardFile
 from region_agent.worker.ps_client import SliceOver
 from sync import framing
+from sync.channel_clients import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Vector
 from sync.policy import Contribution
 from sync.ps.execution.export import to_safetensors
 from sync.ps.execution.replica import Replica, ReplicaState
-from sync.store import FileChannel
 from sync.wan import ExchangeSettings, policy_of
 
 __all__ = ["Federation"]

@@ -18,11 +18,11 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import server_options
 from geofed_pb.v1 import sync_pb2_grpc
 from sync import framing
+from sync.file_transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.ps.core.actions import SendUpdates
 from sync.ps.core.events import Event, PeerHas, UpdateStored
 from sync.ps.exchange import ExchangeService, PeerLinks
-from sync.transfer.manifest import Manifest, PeerAddress, Verdict
-from sync.transport.sockets import Tls
+from sync.tcp_streams.sockets import Tls
 
 __all__ = ["JOB", "Site"]
 

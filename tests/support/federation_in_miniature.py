@@ -10,6 +10,7 @@ import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from sync.file_transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.ps.core.actions import (
     Action,
     Failed,
@@ -56,7 +57,6 @@ from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
 from sync.ps.core.waiting_settings import WaitingSettings
 from sync.ps.rejoin import rejoin_plan, rejoin_reply
-from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 
 SETTINGS = WaitingSettings()
 

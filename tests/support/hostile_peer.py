@@ -13,9 +13,9 @@ from geofed_pb.rpc import CHUNK_BYTES
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync import framing
 from sync.codec import codec_named
+from sync.file_transfer.signing import sign
 from sync.layout import Vector
-from sync.transfer.signing import sign
-from sync.transport.sockets import Tls
+from sync.tcp_streams.sockets import Tls
 
 __all__ = ["HostilePeer", "frame_of"]
 

@@ -19,7 +19,7 @@ from support.server_process import JOB, Server
 from geofed_pb.rpc import region_name
 from geofed_pb.user_code.modules import drop_task_modules
 from region_agent.worker.invocation import Invocation, Outcome, ShardFile
-from sync.store import FileChannel
+from sync.channel_clients import FileChannel
 
 LINEAR_TASK = """
 import numpy as np

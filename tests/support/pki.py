@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from geofed_pb.rpc import region_name
-from sync.transport.sockets import Tls
+from sync.tcp_streams.sockets import Tls
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -25,11 +25,11 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel_options, error_of, region_name, with_token
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc, worker_pb2, worker_pb2_grpc
 from sync import framing
+from sync.channel_clients import FileChannel
 from sync.layout import Layout, Slot, Vector
 from sync.ps.config import PsConfig
 from sync.ps.tokens import WorkerIdentity, sign
-from sync.store import FileChannel
-from sync.transport.sockets import Tls
+from sync.tcp_streams.sockets import Tls
 
 JOB = "job-1"
 TOKEN_KEY = "a key of the right length for a test of it"

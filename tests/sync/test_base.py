@@ -16,11 +16,11 @@ from torch import nn
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.base import frozen_parameters, possibly_constant, written
+from sync.channel_clients import FileChannel
 from sync.flat import FlatModel, layout_of
 from sync.layout import Layout
 from sync.ps.execution.base import BaseFiles
 from sync.ps.execution.export import BASE_FACT, base_in, from_safetensors, to_safetensors
-from sync.store import FileChannel
 
 
 class Adapted(nn.Module):

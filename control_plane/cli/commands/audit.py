@@ -176,7 +176,7 @@ def _check_in_log(log: Path, found: Provenance, digest: str) -> None:
     of_job = {entry["kind"]: entry for entry in entries if entry.get("job") == found.job}
     submitted, ended = of_job.get("job.submitted", {}), of_job.get("job.ended", {})
     if (submitted.get("code"), ended.get("state")) != (f"sha256:{found.code}", found.state):
-        raise GeofedError("AUDIT_BROKEN", f"{log} tells another code or end of job {found.job}")
+        raise GeofedError("AUDIT_BROKEN", f"{log} states another code or end of job {found.job}")
     if (ended["model"] or {}).get("digest") != f"sha256:{digest}":
         raise GeofedError("AUDIT_BROKEN", f"{log} has no end of job {found.job} with this model, as its last one")
 
@@ -203,9 +203,9 @@ def _check_in_region_log(log: Path, found: Provenance) -> None:
     of_job = {entry["kind"]: entry for entry in entries if entry.get("job") == found.job}
     started, ended = of_job.get("job.started", {}), of_job.get("job.ended", {})
     if started.get("code") != f"sha256:{found.code}":
-        raise GeofedError("AUDIT_BROKEN", f"{log} tells another code of job {found.job}")
+        raise GeofedError("AUDIT_BROKEN", f"{log} states another code of job {found.job}")
     if ended.get("data", {}) != found.data.get(region, {}):
-        raise GeofedError("AUDIT_BROKEN", f"{log} tells other data of job {found.job}")
+        raise GeofedError("AUDIT_BROKEN", f"{log} states other data of job {found.job}")
 
 
 def _show_provenance(file: Path, found: Provenance, digest: str = "") -> None:

@@ -224,11 +224,11 @@ def share(
 
 def unshare(
     job: JobArgument,
-    user: Annotated[str, typer.Argument(metavar="USER", help="Who may not.", autocompletion=complete_user)],
+    user: Annotated[str, typer.Argument(metavar="USER", help="Whose access ends.", autocompletion=complete_user)],
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Let a user read a job no longer."""
+    """Stop sharing a job with a user."""
     _request(context, lambda client: client.share(job, user, end=True))
 
 

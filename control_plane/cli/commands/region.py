@@ -80,7 +80,7 @@ def drain(
 
 @app.command(epilog="Example: geofed region undrain frankfurt")
 def undrain(region: RegionName, context: ContextFile = None, output: Output = Format.TABLE) -> None:
-    """Let a region have new jobs again."""
+    """Give a drained region new jobs again."""
     _change(context, region, "undrain")
 
 
@@ -92,7 +92,7 @@ def revoke(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Shut a region out at once: its certificates and invitations become invalid everywhere, and its jobs fail."""
+    """Revoke a region at once: its certificates and invitations become invalid everywhere, and its jobs fail."""
     confirm(f"Revoke the certificates of region {region}? Its jobs fail.", yes=yes)
     _change(context, region, "revoke", reason)
 

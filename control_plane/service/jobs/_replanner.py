@@ -30,7 +30,7 @@ from control_plane.core import (
 from control_plane.service.jobs._difference_of_models import refused_without
 from control_plane.service.jobs._result import runs_so_far
 from control_plane.service.jobs._submission import NewJob, admit, new_row
-from control_plane.service.measuring._task_history import Learnt, task_keys
+from control_plane.service.measuring._task_history import TaskHistory, task_keys
 from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._initial_model import kept_model
 from control_plane.service.planning._planning import declined_error
@@ -106,10 +106,10 @@ class Replanner:
         """Return the plan of a job's rest; raise ``GeofedError`` if it cannot be run, or would run in the same
         regions. ``away``: lost regions of the job, which are left out."""
         job, rest = entry.row.id, rest_of(entry, self._federation.clock())
-        learnt = await self._learnt(entry, rest)
+        history = await self._history(entry, rest)
         async with self._federation.planning:
             reachable = _without_regions(rest, [*self._silent(entry), *self._not_to_join(entry, away)])
-            _, answer = await self._federation.answer(reachable, "plan", learnt, entry.row.user, without=job)
+            _, answer = await self._federation.answer(reachable, "plan", history, entry.row.user, without=job)
         if not isinstance(answer, Declined) and away:
             answer = refused_without(entry, rest, answer.plan, away) or answer
         if isinstance(answer, Declined):
@@ -258,7 +258,7 @@ class Replanner:
         planned = _without_regions(rest, [*silent, *self._not_to_join(entry, entry.state.left_out)])
         # The signature is over the code and its data, which the successor shares.
         new_job = replace(new_job, task_key=key, signature_json=row.signature_json, shared_with=row.shared_with)
-        new = NewJob(new_job, planned, await self._learnt(entry, rest), model)
+        new = NewJob(new_job, planned, await self._history(entry, rest), model)
 
         def check(draft: Draft) -> None:
             present = draft.job(row.id)
@@ -297,14 +297,11 @@ class Replanner:
     async def _keys(self, entry: JobEntry, rest: JobSpec) -> tuple[str, str]:
         return task_keys(rest, await self._federation.code_digest(entry.row.bundle_digest))
 
-    async def _learnt(self, entry: JobEntry, rest: JobSpec) -> Learnt:
+    async def _history(self, entry: JobEntry, rest: JobSpec) -> TaskHistory:
         """Return the measurements of the task, those of the job itself first."""
         keys = await self._keys(entry, rest)
         own = runs_so_far(entry.row, entry.state, entry.spec, entry.plan, self._federation.clock())
-        parted = bool(self._federation.blobs.parts(entry.row.bundle_digest))
-        return await self._federation.read(
-            lambda store: Learnt((*own, *store.runs(*keys)), store.weight(keys[0]), parted=parted)
-        )
+        return await self._federation.read(lambda store: TaskHistory((*own, *store.runs(*keys)), store.weight(keys[0])))
 
 
 def rest_of(entry: JobEntry, at: float, model: KeptModel | None = None) -> JobSpec:

@@ -256,7 +256,6 @@ def _first_steps_at(state: JobState, batch: int) -> float:
     """Return when the last region began to train: its first report minus the time of the steps made by then."""
     last = state.partition(state.stepped_region)
     if last is None or last.report is None or last.report.speed.samples_per_second <= 0 or not batch:
-        # Jobs started under an older version lack these fields.
         return state.started_at
     made_seconds = state.stepped_steps * batch / last.report.speed.samples_per_second
     return max(state.started_at, state.stepped_at - made_seconds)

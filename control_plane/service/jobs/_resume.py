@@ -43,7 +43,7 @@ async def resume(federation: Federation, probing: Probing, job: str, request_id:
     if state.deadline_at is not None and state.deadline_at <= federation.clock():
         rest = rest.model_copy(update={"objective": rest.objective.model_copy(update={"deadline": None})})
     code_digest = await federation.code_digest(row.bundle_digest)
-    learnt = await probing.learnt(rest, code_digest, row.bundle_digest, submission_of(row))
+    history = await probing.history(rest, code_digest, row.bundle_digest, submission_of(row))
     new_job = replace(
         new_row(rest, row.bundle_digest, request_id, row.user),
         task_key=task_keys(rest, code_digest)[0],
@@ -55,7 +55,7 @@ async def resume(federation: Federation, probing: Probing, job: str, request_id:
     def check(draft: Draft) -> None:
         draft.by = by
 
-    new = NewJob(new_job, rest, learnt, starting_from(federation, entry, model))
+    new = NewJob(new_job, rest, history, starting_from(federation, entry, model))
     return await admit(federation, new, check, earlier=partial(_earlier, federation, entry, request_id))
 
 

@@ -19,7 +19,7 @@ from control_plane.pki import utc_now
 from control_plane.service.jobs._difference_of_models import refused_by_difference, same_start
 from control_plane.service.jobs._signed import require_signed
 from control_plane.service.measuring._probing import Probing
-from control_plane.service.measuring._task_history import Learnt, task_keys
+from control_plane.service.measuring._task_history import TaskHistory, task_keys
 from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._allocation import begin
 from control_plane.service.planning._initial_model import initial_model_of
@@ -54,7 +54,7 @@ class NewJob:
 
     row: JobRow
     spec: JobSpec
-    learnt: Learnt
+    history: TaskHistory
     """Measurements of its task."""
     initial_model: InitialModel | None
 
@@ -76,16 +76,16 @@ async def answer_plan(
         submission = await require_signed(
             federation, request.submission, user, request.spec_json, spec, request.bundle_digest
         )
-    learnt = await probing.learnt(spec, code_digest, request.bundle_digest, submission)
+    history = await probing.history(spec, code_digest, request.bundle_digest, submission)
     async with federation.planning:
-        _, answer = await federation.answer(spec, "plan", learnt, user)
+        _, answer = await federation.answer(spec, "plan", history, user)
     if isinstance(answer, Declined):
         return plan_json(answer), False
     task_key = task_keys(spec, code_digest)[0] if code_digest else ""
     earlier = await same_start(federation, spec, initial_model, task_key)
     if (refused := refused_by_difference(spec, answer.plan, initial_model, earlier)) is not None:
         return plan_json(refused), False
-    warnings = _warnings_of(answer.plan, spec, learnt, federation.regions, federation.clock())
+    warnings = _warnings_of(answer.plan, spec, history, federation.regions, federation.clock())
     return plan_json(answer.plan, answer.waits_for, warnings, initial_model, _promise_of(answer, spec)), True
 
 
@@ -101,9 +101,12 @@ def _promise_of(decided: AdmittedJob, spec: JobSpec) -> dict[str, Any]:
 
 
 def _warnings_of(
-    plan: Plan, spec: JobSpec, learnt: Learnt, regions: Mapping[str, RegionEntry], at: float
+    plan: Plan, spec: JobSpec, history: TaskHistory, regions: Mapping[str, RegionEntry], at: float
 ) -> tuple[str, ...]:
-    return (*([learnt.note] if learnt.note else ()), *warnings_of(plan, spec, regions, at, learnt.weight, learnt.runs))
+    return (
+        *([history.note] if history.note else ()),
+        *warnings_of(plan, spec, regions, at, history.weight, history.runs),
+    )
 
 
 async def submit(
@@ -126,8 +129,8 @@ async def submit(
     initial_model = await initial_model_of(federation, spec, user)
     signature_json = MessageToJson(submission, indent=None) if submission.public_key else ""
     row = replace(row, task_key=task_keys(spec, code_digest)[0], signature_json=signature_json)
-    learnt = await probing.learnt(spec, code_digest, request.bundle_digest, submission)
-    new = NewJob(row, spec, learnt, initial_model)
+    history = await probing.history(spec, code_digest, request.bundle_digest, submission)
+    new = NewJob(row, spec, history, initial_model)
 
     def check(draft: Draft) -> None:
         if user and user not in draft.users:
@@ -196,7 +199,7 @@ async def admit(
         reading = asyncio.gather(earlier(), same_start(federation, spec, model, row.task_key))
         planning.callback(reading.cancel)
         for _ in range(_MAX_PLANS):
-            admission, answer = await federation.answer(spec, row.id, new.learnt, row.user)
+            admission, answer = await federation.answer(spec, row.id, new.history, row.user)
             known, earlier_jobs = await reading
             if known is not None:
                 return known, False
@@ -204,7 +207,7 @@ async def admit(
                 check(draft)
                 if isinstance(answer, Declined):
                     raise declined_error(answer)
-                present = federation.allocation.admission(draft, spec, row.id, new.learnt, row.user, at_once=True)
+                present = federation.allocation.admission(draft, spec, row.id, new.history, row.user, at_once=True)
                 decided = present.confirm(answer, admission)
                 await asyncio.sleep(0)  # others get a turn, since either half takes some milliseconds
                 if decided is not None:
@@ -236,7 +239,7 @@ def _store(draft: Draft, new: NewJob, decided: AdmittedJob) -> None:
     """Add a new job to a draft, and start it or have it wait."""
     row, spec, model = new.row, new.spec, new.initial_model
     state = first_state(row.id, draft.at, spec, decided.plan, draft.regions, decided.deadline_at, model)
-    warnings = _warnings_of(decided.plan, spec, new.learnt, draft.regions, draft.at)
+    warnings = _warnings_of(decided.plan, spec, new.history, draft.regions, draft.at)
     row = replace(
         row,
         plan_json=plan_json(decided.plan, "", warnings, model, _promise_of(decided, spec)),
@@ -291,7 +294,7 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
                 "ILLEGAL_STATE", f"job {entry.row.id} is {entry.state.phase}; only a running job can be scaled"
             )
         planned = {part.region: part for part in entry.plan.partitions}
-        snapshot = snapshot_of(federation.regions.values(), federation.jobs.values(), Learnt())
+        snapshot = snapshot_of(federation.regions.values(), federation.jobs.values(), TaskHistory())
         if unknown := next((region for region in workers if region not in planned), ""):
             raise GeofedError(
                 "REGION_NOT_FOUND", f"region {unknown} is not part of job {entry.row.id}", hint=", ".join(planned)

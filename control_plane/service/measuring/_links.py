@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from control_plane.core import JobState, LinkReport, MeasuredLink, RegionState
 from control_plane.service.state._catalogue import MOST_MBPS, MOST_RTT_MS
-from scheduler import Link, LinkTable, Path, Plan, Region, Sighting, link_table, measured_path
+from scheduler import Link, LinkMeasurement, LinkTable, Path, Plan, Region, link_table, measured_path
 
 __all__ = ["links_measured", "links_of_plan", "with_measured"]
 
@@ -30,7 +30,7 @@ def links_measured(state: JobState, known: Mapping[str, RegionState]) -> dict[st
         for to, link in part.report.links.items():
             if to not in known or not _is_possible(link):
                 continue
-            seen, size = Sighting(link.mbps, link.rtt_ms), part.report.exchange.update_bytes
+            seen, size = LinkMeasurement(link.mbps, link.rtt_ms), part.report.exchange.update_bytes
             path = measured_path(seen, size, Path(before[to].rtt_ms, before[to].mbps, 0.0) if to in before else None)
             links.append(MeasuredLink(to, path.rtt_ms, path.mbps))
         if links:

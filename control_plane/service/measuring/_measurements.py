@@ -28,7 +28,7 @@ _POLL_SECONDS = 1.0
 
 
 @dataclass
-class _Open:
+class _OpenMeasurement:
     """A running measurement in a region."""
 
     region: str
@@ -51,7 +51,7 @@ class Measurements:
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenMeasurement] = {}
 
     def may_fetch(self, region: str, digest: str) -> bool:
         """Whether a region is measuring a task with this code bundle, or with this file in its folder."""
@@ -146,7 +146,7 @@ class Measurements:
         command: agent_pb2.ProfileTask | agent_pb2.OwnModel = getattr(message, str(message.WhichOneof("body")))
         region = command.region
         code = command.task.bundle_digest if isinstance(command, agent_pb2.ProfileTask) else ""
-        waiting = self._open[command.id] = _Open(region, code)
+        waiting = self._open[command.id] = _OpenMeasurement(region, code)
         sent, connected_at, reported_at = -1, time.monotonic(), time.monotonic()
         try:
             while True:

@@ -21,14 +21,14 @@ from functools import partial
 import structlog
 
 from control_plane.service.measuring._measurements import MeasurementFailed, Measurements
-from control_plane.service.measuring._task_history import Learnt, counts_labels, task_keys
-from control_plane.service.rpc._wire import client_rounds
+from control_plane.service.measuring._task_history import TaskHistory, counts_labels, task_keys
+from control_plane.service.rpc._wire import task_of
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
 from geofed_pb.bounds import MOST_BATCH_NORMS, MOST_LABELS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
-from geofed_pb.features import COMPILE, EVALUATION, GPUS, IMAGE, PARTS, PROBED_LABELS, SHARDING
+from geofed_pb.features import COMPILE, GPUS, IMAGE, PROBED_LABELS, SHARDING
 from geofed_pb.tasks import awaited, background, log_only
 from geofed_pb.v1 import agent_pb2, common_pb2
 
@@ -141,13 +141,13 @@ class Probing:
             task.cancel()
         await asyncio.gather(*going, return_exceptions=True)
 
-    async def learnt(
+    async def history(
         self,
         spec: JobSpec,
         code_digest: str,
         bundle_digest: str = "",
         submission: common_pb2.Submission | None = None,
-    ) -> Learnt:
+    ) -> TaskHistory:
         """Return all measurements of a task. A new task is probed first, if its code is uploaded; wait for that at most
         the time set at construction.
 
@@ -155,31 +155,32 @@ class Probing:
         step.
         """
         keys = task_keys(spec, code_digest)
-        learnt = await self._stored(keys)
-        parted = bool(bundle_digest) and bool(self._federation.blobs.parts(bundle_digest))
-        if bundle_digest and not learnt.of_own_code(keys[0]) and not _is_complete(learnt.weight):
+        history = await self._stored(keys)
+        if bundle_digest and not history.of_own_code(keys[0]) and not _is_complete(history.weight):
             why = await self._probed(keys[0], spec, bundle_digest, submission or common_pb2.Submission())
-            learnt = await self._stored(keys)
+            history = await self._stored(keys)
             if why is not None and why.certain:
                 given = why.error.hint if why.error.hint != why.error.entry.hint else "correct the task module"
                 hint = f"{given}; it failed in a probe before the plan, and no job was created"
                 raise GeofedError(why.error.code, why.error.message, hint=hint)
-            if learnt.weight is None and why is not None:
-                return replace(learnt, note=f"the task was not probed: {why.error.message}", parted=parted)
-        return replace(learnt, note=self._note(learnt, keys[0]), parted=parted)
+            if history.weight is None and why is not None:
+                return replace(history, note=f"the task was not probed: {why.error.message}")
+        return replace(history, note=self._note(history, keys[0]))
 
-    async def _stored(self, keys: tuple[str, str]) -> Learnt:
-        learnt = await self._federation.read(lambda store: Learnt(tuple(store.runs(*keys)), store.weight(keys[0])))
-        weight = learnt.weight
+    async def _stored(self, keys: tuple[str, str]) -> TaskHistory:
+        history = await self._federation.read(
+            lambda store: TaskHistory(tuple(store.runs(*keys)), store.weight(keys[0]))
+        )
+        weight = history.weight
         if weight is None:
-            return learnt
+            return history
         recent = json.dumps(_recent_lacks(weight, self._federation.clock()))
-        return replace(learnt, weight=replace(weight, gpu_lacks_json=recent))
+        return replace(history, weight=replace(weight, gpu_lacks_json=recent))
 
-    def _note(self, learnt: Learnt, key: str) -> str:
+    def _note(self, history: TaskHistory, key: str) -> str:
         """Return why no steps are timed, or what else went wrong; empty if there are runs of the task."""
-        weight = learnt.weight
-        if weight is None or learnt.of_own_code(key):
+        weight = history.weight
+        if weight is None or history.of_own_code(key):
             return ""
         if weight.steps_json != "[]":
             return weight.note
@@ -243,7 +244,7 @@ class Probing:
             ends = time.monotonic() + _LIMIT_SECONDS
             async with asyncio.timeout(_LIMIT_SECONDS + _LAST_REPORT_SECONDS):
                 alone = len(self._measurements.live_holders(spec)) == 1
-                regions = self._regions(spec, parted=bool(self._federation.blobs.parts(bundle_digest)))
+                regions = self._regions(spec)
                 counts |= self._counting(asked, regions, spec, bundle_digest, submission)
                 for region in regions:
                     if time.monotonic() >= ends:
@@ -365,7 +366,7 @@ class Probing:
         if why is not None:
             self._rests[asked] = now + _REST_SECONDS, why
 
-    def _regions(self, spec: JobSpec, *, parted: bool) -> list[str]:
+    def _regions(self, spec: JobSpec) -> list[str]:
         """Return regions with a free worker: those with the fewest measurements first, then those with the most data,
         since the other regions will wait for these."""
         free = []
@@ -376,12 +377,6 @@ class Probing:
                 continue
             if spec.clients is not None and not self._measurements.tells_clients(region, spec.data.dataset):
                 # The plan is declined, and says so.
-                continue
-            if spec.evaluates_only and not self._measurements.knows(region, EVALUATION):
-                # An earlier agent demands a model and a loss; the plan is declined, and says which.
-                continue
-            if parted and not self._measurements.knows(region, PARTS):
-                # It would run the task without these files.
                 continue
             if spec.task.image is not None and not self._measurements.knows(region, IMAGE):
                 # It would run the task in its own image.
@@ -412,25 +407,7 @@ class Probing:
             # Unique, since an agent repeats its result for a known ID, and a failed probe may succeed the next time.
             id=f"probe-{secrets.token_hex(8)}",
             region=region,
-            task=agent_pb2.TaskRef(
-                bundle_digest=bundle_digest,
-                module=spec.task.module,
-                config_json=json.dumps(spec.task.config),
-                env=spec.task.env,
-                requirements=spec.task.requirements or "",
-                image=spec.task.image or "",
-                secrets=spec.task.secrets,
-                precision=spec.train.precision,
-                accumulate=spec.train.accumulate,
-                compile=spec.train.compile,
-                local=spec.train.local,
-                clients=client_rounds(spec),
-                evaluates_only=spec.evaluates_only,
-                gpus=str(spec.function.gpus),
-                sharding="" if spec.function.sharding == "none" else spec.function.sharding,
-                dataset=spec.data.dataset,
-                submission=submission,
-            ),
+            task=task_of(spec, bundle_digest, submission),
             batch=spec.train.probed_batch,
             evaluation_batch=spec.train.eval_batch or 0,
             seed=spec.train.seed,
@@ -581,8 +558,7 @@ def _recent_lacks(weight: WeightRow | None, now: float) -> dict[str, _Lack]:
     """Return the regions whose GPU was too small for a task at most `_LACKS_SECONDS` before ``now`` (Unix seconds)."""
     if weight is None:
         return {}
-    # Where earlier versions have told no time, it is that of the probe.
-    lacks = {region: (*lack, weight.at)[:3] for region, lack in json.loads(weight.gpu_lacks_json).items()}
+    lacks = {region: tuple(lack) for region, lack in json.loads(weight.gpu_lacks_json).items()}
     return {region: lack for region, lack in lacks.items() if now <= lack[2] + _LACKS_SECONDS}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import partial
@@ -14,12 +13,12 @@ from control_plane.pki import utc_now
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.measuring._task_history import counts_labels, merges_of, speeds_of, task_keys
 from control_plane.service.planning._tuning import profile_from_json, tuned
-from control_plane.service.rpc._wire import client_rounds, to_json
+from control_plane.service.rpc._wire import task_of, to_json
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec, to_demand
 from control_plane.store import RunRow, Store
 from geofed_pb.errors import GeofedError
-from geofed_pb.features import IMAGE, PARTS
+from geofed_pb.features import IMAGE
 from geofed_pb.v1 import agent_pb2, control_pb2
 from scheduler.tuning import TaskProfile
 
@@ -78,11 +77,9 @@ class Profiling:
     ) -> AsyncIterator[agent_pb2.ProfileReport]:
         """Yield an agent's reports up to the last one."""
         self._measurements.require_free(region)
-        parted = bool(self._federation.blobs.parts(request.bundle_digest))
-        for feature, used in ((PARTS, parted), (IMAGE, spec.task.image is not None)):
-            if used and not self._measurements.knows(region, feature):
-                text = f"the agent of region {region} does not know `{feature}`"
-                raise GeofedError("INADMISSIBLE", text, hint="update it")
+        if spec.task.image is not None and not self._measurements.knows(region, IMAGE):
+            text = f"the agent of region {region} does not know `{IMAGE}`"
+            raise GeofedError("INADMISSIBLE", text, hint="update it")
         weight = await self._federation.read(partial(Store.weight, task_key=key))
         entry = self._federation.regions[region]
         asked = sorted(set(request.memories_mb)) or [self._measurements.memory_mb(region, spec, weight)]
@@ -126,23 +123,7 @@ def _command(
     return agent_pb2.ProfileTask(
         id=f"profile-{digest[:16]}",
         region=region,
-        task=agent_pb2.TaskRef(
-            bundle_digest=request.bundle_digest,
-            module=spec.task.module,
-            config_json=json.dumps(spec.task.config),
-            env=spec.task.env,
-            requirements=spec.task.requirements or "",
-            image=spec.task.image or "",
-            secrets=spec.task.secrets,
-            precision=spec.train.precision,
-            accumulate=spec.train.accumulate,
-            compile=spec.train.compile,
-            local=spec.train.local,
-            clients=client_rounds(spec),
-            evaluates_only=spec.evaluates_only,
-            dataset=spec.data.dataset,
-            submission=request.submission,
-        ),
+        task=task_of(spec, request.bundle_digest, request.submission),
         batch=spec.train.probed_batch,
         evaluation_batch=spec.train.eval_batch or 0,
         seed=spec.train.seed,

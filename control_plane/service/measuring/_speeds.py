@@ -1,7 +1,7 @@
 """Measured speeds of running jobs, and the numbers of workers that they would prefer by these.
 
-The scheduler decides (`scheduler.restaff`); this module collects speeds and limits how often it is asked. It is asked
-for jobs whose file leaves the number of workers to the plan, while all their regions are reachable and train.
+The scheduler decides (`scheduler.worker_change`); this module collects speeds and limits how often it is asked. It is
+asked for jobs whose file leaves the number of workers to the plan, while all their regions are reachable and train.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from control_plane.core import Report
 from control_plane.service.planning._scaling import Tuning
 
-__all__ = ["FEWEST_ROUNDS", "FIRST_REST_SECONDS", "REVIEW_SECONDS", "Watched"]
+__all__ = ["FEWEST_ROUNDS", "FIRST_REST_SECONDS", "REVIEW_SECONDS", "JobSpeeds"]
 
 REVIEW_SECONDS = 5.0
 """Least time between two reviews of a job."""
@@ -45,7 +45,7 @@ class _Pace:
 
 
 @dataclass
-class Watched:
+class JobSpeeds:
     """Speeds and preferred workers of one job, kept in memory only."""
 
     wanted: dict[str, int] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from scheduler import StartBilled
 from scheduler.tuning import MergePoint, TaskProfile, fit_compute
 
 __all__ = [
-    "Learnt",
+    "TaskHistory",
     "gpu_bytes_of",
     "gpu_lacks_of",
     "measured_batches",
@@ -44,7 +44,7 @@ _RECENT_RUNS = 5
 
 
 @dataclass(frozen=True)
-class Learnt:
+class TaskHistory:
     """Measurements of a task."""
 
     runs: Sequence[RunRow] = ()
@@ -53,8 +53,6 @@ class Learnt:
     """Result of the task's probe."""
     note: str = ""
     """What could not be measured, as a sentence for the plan."""
-    parted: bool = False
-    """Whether files of the task folder are sent by themselves, which agents of earlier versions do not know."""
 
     def of_own_code(self, task_key: str) -> bool:
         """Whether a run is of this very code, not of another version of the task."""
@@ -126,11 +124,11 @@ def stage_paces_of(runs: Iterable[RunRow]) -> dict[str, float]:
     return {region: min(max(statistics.median(own[:_RECENT_RUNS]), 0.5), 4.0) for region, own in ratios.items()}
 
 
-def measured_batches(learnt: Learnt, profiles: Mapping[str, TaskProfile]) -> frozenset[int]:
+def measured_batches(history: TaskHistory, profiles: Mapping[str, TaskProfile]) -> frozenset[int]:
     """Return the batches of which steps of a task were measured, by runs, profiles and its probe."""
-    ran = [run.batch for run in learnt.runs if run.samples_per_second > 0 and run.batch and not run.profile_json]
+    ran = [run.batch for run in history.runs if run.samples_per_second > 0 and run.batch and not run.profile_json]
     profiled = [point.batch for profile in profiles.values() for point in profile.steps]
-    return frozenset([*ran, *profiled, *(size for size, *_ in _probed_steps(learnt.weight))])
+    return frozenset([*ran, *profiled, *(size for size, *_ in _probed_steps(history.weight))])
 
 
 def _probed_steps(weight: WeightRow | None) -> list[tuple[int, float]]:

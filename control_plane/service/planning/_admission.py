@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from control_plane.pki import utc_now
-from control_plane.service.measuring._task_history import Learnt, measured_batches
-from control_plane.service.planning._competing_jobs import Near, near
+from control_plane.service.measuring._task_history import TaskHistory, measured_batches
+from control_plane.service.planning._competing_jobs import CompetingJobs, competing_jobs
 from control_plane.service.planning._gangs import (
     capacities_of,
     gang_of_plan,
@@ -68,7 +67,7 @@ class AdmittedJob:
     """Whether the workers are preemptible."""
     step: int = 0
     """Index of the promised soft deadline; 0: the requested one."""
-    near: Near | None = field(default=None, compare=False)
+    competing: CompetingJobs | None = field(default=None, compare=False)
     """The jobs that it was planned together with."""
 
 
@@ -84,10 +83,10 @@ class PendingAdmission:
     """A frozen copy of the federation's state."""
     spec: JobSpec
     job: str
-    learnt: Learnt
+    history: TaskHistory
     user: str
     """Empty: the operator, who has no quota."""
-    gangs_of: Callable[[Draft, Near], Sequence[Gang]]
+    gangs_of: Callable[[Draft, CompetingJobs], Sequence[Gang]]
     """Returns the gangs of jobs."""
     held: Mapping[str, Reservation]
     """Workers reserved for promises, by the last allocation."""
@@ -136,7 +135,7 @@ class PendingAdmission:
         regions = (*(part.region for part in chosen.partitions), *(copy.source for copy in chosen.copies))
         if any(_inputs_of(self.draft, name) != _inputs_of(before.draft, name) for name in regions):
             return None
-        if decided.near is not None and self._near(chosen).same_as(decided.near):
+        if decided.competing is not None and self._competing(chosen).same_as(decided.competing):
             seconds = demand.deadline_seconds
             ends = None if seconds is None else self.draft.at + seconds
             if seconds is None or chosen.estimate.seconds.high <= seconds:
@@ -161,14 +160,14 @@ class PendingAdmission:
 
         def snapshot(batch: int) -> Snapshot:
             if batch not in seen:
-                seen[batch] = snapshot_of(self.draft.regions.values(), (), self.learnt, batch)
+                seen[batch] = snapshot_of(self.draft.regions.values(), (), self.history, batch)
             return replace(seen[batch], busy_workers=busy, busy_devices=devices)
 
         usual = snapshot(train.probed_batch)
         planner = Planner(usual)
         if train.batch != "auto":
             return planner
-        tried = tried_batches(usual, demand, measured_batches(self.learnt, usual.profiles))
+        tried = tried_batches(usual, demand, measured_batches(self.history, usual.profiles))
         return BatchPlanner(lambda batch: Planner(snapshot(batch), like=planner), tried)
 
     def _offered(self, planner: _Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Reservation]] | Declined:
@@ -186,8 +185,7 @@ class PendingAdmission:
         chosen = planner.plan(demand)
         if isinstance(chosen, Declined):
             return chosen
-        aged = partial(refused_by_age, parted=self.learnt.parted)
-        for refused_by in (aged, refused_by_lack, refused_by_shares):
+        for refused_by in (refused_by_age, refused_by_lack, refused_by_shares):
             if (refused := refused_by(self.spec, chosen, self.draft.regions)) is not None:
                 return refused
         chosen = with_noise(self.spec, chosen)
@@ -212,7 +210,7 @@ class PendingAdmission:
         new = replace(new, served_s=self.served.get(user, 0.0))
         if demand.deadline_seconds is None:
             return new, self.held
-        together, rules = self._near(chosen), rules_for(draft.users, user)
+        together, rules = self._competing(chosen), rules_for(draft.users, user)
         capacities, gangs = together.lasting, self.gangs_of(draft, together)
         offered = offer(draft.at, capacities, gangs, new, rules, before=self.held)
         if offered.over_quota:
@@ -227,7 +225,7 @@ class PendingAdmission:
         offered = self._offered(planner, demand)
         return offered if isinstance(offered, Declined) else self._decision(*offered, step)
 
-    def _near(self, chosen: Plan) -> Near:
+    def _competing(self, chosen: Plan) -> CompetingJobs:
         """Return the jobs that compete with a plan for workers; with a quota, all jobs of its user with a promise."""
         draft, user = self.draft, self.user
         limited = user in rules_for(draft.users, user).quotas
@@ -236,10 +234,10 @@ class PendingAdmission:
             for name, entry in (draft.jobs.items() if limited else ())
             if entry.row.user == user and entry.state.deadline_at is not None
         ]
-        return near(draft, planned_workers(chosen), self.held, mine)
+        return competing_jobs(draft, planned_workers(chosen), self.held, mine)
 
     def _decision(self, chosen: Plan, new: Gang, held: Mapping[str, Reservation], step: int) -> AdmittedJob:
-        draft, together = self.draft, self._near(chosen)
+        draft, together = self.draft, self._competing(chosen)
         gangs = [*self.gangs_of(draft, together), new]
         now = allot_kinds(draft.at, together.lasting, together.preemptible, gangs, before=held)
         pace, preemptible = now.pace(new.name), new.name in now.preemptible

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 import structlog
 
 from control_plane.core import Planned, ScaleRequested, StartAllowed, StartDelayed
-from control_plane.service.measuring._speeds import Watched
-from control_plane.service.measuring._task_history import Learnt
+from control_plane.service.measuring._speeds import JobSpeeds
+from control_plane.service.measuring._task_history import TaskHistory
 from control_plane.service.planning._admission import (
     PendingAdmission,
     free_workers,
@@ -26,7 +26,7 @@ from control_plane.service.planning._admission import (
     turn_of_entry,
     what_for,
 )
-from control_plane.service.planning._competing_jobs import Near, near
+from control_plane.service.planning._competing_jobs import CompetingJobs, competing_jobs
 from control_plane.service.planning._gangs import (
     first_workers,
     gang_of,
@@ -41,8 +41,8 @@ from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._quota import turn_of
 from control_plane.spec import JobSpec, to_demand
-from scheduler import Restaffing, restaff
-from scheduler.deadline import Gang, Kinds, Reservation, allot, allot_kinds, promised_at_once
+from scheduler import WorkerChange, worker_change
+from scheduler.deadline import Gang, KindAllotment, Reservation, allot, allot_kinds, promised_at_once
 
 __all__ = ["Allocation", "Review", "begin"]
 
@@ -61,12 +61,12 @@ class Review:
     """Jobs whose workers are to be allocated together, with an immutable copy of what that depends on."""
 
     at: float
-    together: Near
+    together: CompetingJobs
     gangs: Mapping[str, Gang]
     held: Mapping[str, Reservation]
     rests: frozenset[str]
 
-    def answer(self) -> Kinds:
+    def answer(self) -> KindAllotment:
         """Allocate the workers; this may take a while, and depends on nothing else."""
         lasting, preemptible = self.together.lasting, self.together.preemptible
         return allot_kinds(
@@ -78,7 +78,7 @@ class Allocation:
     """Allocates the federation's workers to its jobs. Measured speeds are kept in memory only."""
 
     def __init__(self) -> None:
-        self._watched: dict[str, Watched] = {}
+        self._watched: dict[str, JobSpeeds] = {}
         self._rests_until = 0.0
         self._begun: float | None = None
         """When the review that is under way began; None: none is."""
@@ -91,17 +91,17 @@ class Allocation:
         """Recent worker seconds of users' ended jobs without a promise, by user."""
 
     def admission(
-        self, draft: Draft, spec: JobSpec, job: str, learnt: Learnt, user: str = "", *, at_once: bool = False
+        self, draft: Draft, spec: JobSpec, job: str, history: TaskHistory, user: str = "", *, at_once: bool = False
     ) -> PendingAdmission:
         """Return a new job of a user (empty: the operator, who has no quota), with the state that it is planned by:
         a copy, unless it is used ``at_once``."""
         served = self._served(draft)
 
-        def gangs_of(present: Draft, together: Near) -> list[Gang]:
+        def gangs_of(present: Draft, together: CompetingJobs) -> list[Gang]:
             return list(self._gangs(present, together, served).values())
 
         state = draft if at_once else frozen(draft)
-        return PendingAdmission(state, spec, job, learnt, user, gangs_of, dict(self._held), served)
+        return PendingAdmission(state, spec, job, history, user, gangs_of, dict(self._held), served)
 
     def review(self, draft: Draft) -> None:
         """Start, scale, pause and resume jobs by a common allocation.
@@ -148,7 +148,7 @@ class Allocation:
         if entry is None or entry.state.terminal:
             del self._waiting[name]
             return None
-        together = near(draft, planned_workers(entry.plan), self._held)
+        together = competing_jobs(draft, planned_workers(entry.plan), self._held)
         for each in {name, *together.entries}:
             self._waiting.pop(each, None)
         for other in together.entries.values():
@@ -157,7 +157,7 @@ class Allocation:
         rests = {name for name in gangs if name in self._watched and not self._watched[name].rested(draft.at)}
         return Review(draft.at, together, gangs, dict(self._held), frozenset(rests)) if gangs else None
 
-    def apply(self, draft: Draft, review: Review, answer: Kinds) -> None:
+    def apply(self, draft: Draft, review: Review, answer: KindAllotment) -> None:
         """Command what an allocation requires, to the jobs that stand as they did."""
         gangs = {
             name: gang
@@ -184,7 +184,7 @@ class Allocation:
         entry = draft.job(job)
         if entry is None or entry.state.phase != "running" or not is_tuned(entry.spec):
             return
-        watched = self._watched.setdefault(job, Watched())
+        watched = self._watched.setdefault(job, JobSpeeds())
         if watched.tuning is None:
             staffed = staffed_of(entry.plan, planned_workers(entry.plan), draft.regions, {})
             watched.tuning = Tuning.of(entry.spec, entry.plan, entry.state, staffed)
@@ -199,7 +199,7 @@ class Allocation:
         if answer is None or not answer[1].changed or not is_elastic(entry):
             return
         assert watched.tuning is not None
-        wanted = watched.tuning.dealt(answer[1].workers)
+        wanted = watched.tuning.workers_by_region(answer[1].workers)
         if wanted != watched.wanted:
             watched.wanted, watched.reason = wanted, answer[1].reason
             text, data = told(*answer)
@@ -208,7 +208,7 @@ class Allocation:
     def scaled_by_hand(self, entry: JobEntry, workers: Mapping[str, int], at: float) -> None:
         """Record that a user has scaled a job: it keeps these workers until its speed suggests others."""
         wanted = {**workers_now(entry), **workers}
-        watched = self._watched.setdefault(entry.row.id, Watched())
+        watched = self._watched.setdefault(entry.row.id, JobSpeeds())
         if all(wanted.values()):
             watched.wanted, watched.reason = wanted, ""
         watched.changed(at, by_itself=True)
@@ -218,7 +218,7 @@ class Allocation:
         promised = [
             name for name, entry in draft.jobs.items() if entry.row.user and entry.state.deadline_at is not None
         ]
-        together = near(draft, (), self._held, promised)
+        together = competing_jobs(draft, (), self._held, promised)
         gangs = list(self._gangs(draft, together, self._served(draft)).values())
         held = allot(draft.at, together.lasting, gangs, before=self._held).held
         return {user: promised_at_once(gangs, held, user) for user in draft.users}
@@ -232,7 +232,7 @@ class Allocation:
             found[user] = found.get(user, 0.0) + seconds
         return found
 
-    def _gangs(self, draft: Draft, together: Near, served: Mapping[str, float]) -> dict[str, Gang]:
+    def _gangs(self, draft: Draft, together: CompetingJobs, served: Mapping[str, float]) -> dict[str, Gang]:
         found = {}
         for name, entry in together.entries.items():
             gang = self._gang(draft, entry)
@@ -243,7 +243,7 @@ class Allocation:
     def _gang(self, draft: Draft, entry: JobEntry) -> Gang | None:
         """Return a job's gang, which is computed again once something that it depends on has changed."""
         name = entry.row.id
-        watched = self._watched.get(name, Watched())
+        watched = self._watched.get(name, JobSpeeds())
         regions = (draft.region(part.region) for part in entry.plan.partitions)
         catalogues = tuple(region.catalogue if region is not None else None for region in regions)
         key = (entry, *watched.version(), *catalogues)
@@ -259,10 +259,10 @@ class Allocation:
         parts = entry.state.partitions
         if is_tuned(entry.spec) and is_elastic(entry):
             # Already during the start, before any round is reported.
-            self._watched.setdefault(entry.row.id, Watched()).tuned_by_now(first_workers(entry, draft.regions))
+            self._watched.setdefault(entry.row.id, JobSpeeds()).tuned_by_now(first_workers(entry, draft.regions))
         if entry.state.phase != "running":
             return
-        watched = self._watched.setdefault(entry.row.id, Watched())
+        watched = self._watched.setdefault(entry.row.id, JobSpeeds())
         for part in parts:
             if part.report is not None:
                 watched.record(part.region, part.report)
@@ -274,12 +274,14 @@ class Allocation:
 
     # --- decisions for jobs
 
-    def _scale(self, draft: Draft, entry: JobEntry, gang: Gang, answer: Kinds, gangs: Mapping[str, Gang]) -> None:
+    def _scale(
+        self, draft: Draft, entry: JobEntry, gang: Gang, answer: KindAllotment, gangs: Mapping[str, Gang]
+    ) -> None:
         pace, preemptible = answer.pace(gang.name), gang.name in answer.preemptible
         moves = pace >= 0 and gang.held >= 0 and preemptible != gang.preemptible
         if gang.fixed or (pace == gang.held and not moves and not any(p.preempted for p in entry.state.partitions)):
             return
-        watched = self._watched.setdefault(gang.name, Watched())
+        watched = self._watched.setdefault(gang.name, JobSpeeds())
         promised = answer.held.get(gang.name)
         needed = promised is not None and (promised.now > gang.held or promised.late)
         if pace > gang.held >= 0 and not moves and not (watched.rested(draft.at) or needed):
@@ -316,7 +318,7 @@ class Allocation:
     def _record_breaches(self, draft: Draft, late: Iterable[str], ends: Mapping[str, float]) -> None:
         """Record once that a promise is in danger, and once that it is not any more."""
         for name in ends:
-            watched, entry = self._watched.setdefault(name, Watched()), _entry(draft, name)
+            watched, entry = self._watched.setdefault(name, JobSpeeds()), _entry(draft, name)
             if entry.state.deadline_at is None or watched.late == (name in late):
                 continue
             watched.late = name in late
@@ -374,7 +376,9 @@ def _entry(draft: Draft, name: str) -> JobEntry:
     return entry
 
 
-def _reason(gang: Gang, paces: Mapping[str, int], gangs: Mapping[str, Gang], watched: Watched, *, needed: bool) -> str:
+def _reason(
+    gang: Gang, paces: Mapping[str, int], gangs: Mapping[str, Gang], watched: JobSpeeds, *, needed: bool
+) -> str:
     """Return why a job's number of workers changes."""
     pace = paces[gang.name]
     if pace > gang.held:
@@ -396,7 +400,7 @@ def _reason(gang: Gang, paces: Mapping[str, int], gangs: Mapping[str, Gang], wat
     return f"paused in favour of {first.name}" if pace < 0 else f"workers are needed by {first.name}"
 
 
-def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | None:
+def _change(entry: JobEntry, watched: JobSpeeds, draft: Draft) -> WorkerChange | None:
     """Return the workers that a running job would prefer if no other job needed any."""
     demand = to_demand(entry.spec, entry.row.id, datetime.fromtimestamp(entry.row.created_at, UTC))
     speeds = {part.region: watched.speed(part.region) or 0.0 for part in entry.state.partitions}
@@ -414,7 +418,7 @@ def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | Non
         for region in staffed
     ]
     ends = entry.state.deadline_at
-    return restaff(
+    return worker_change(
         bounded,
         rounds_left=entry.plan.rounds - min(report.round for report in reports),
         exchange_seconds=entry.plan.exchange_seconds,

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from control_plane.service.planning._gangs import capacities_of, preemptible_of
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry
-from control_plane.service.state._index import Use, regions_of
+from control_plane.service.state._index import WorkerUse, regions_of
 from scheduler.deadline import DeviceCapacity, Reservation
 
-__all__ = ["Near", "near"]
+__all__ = ["CompetingJobs", "competing_jobs"]
 
 _MOST_JOBS = 16
 """Number of jobs beyond which no further ones are planned together with those of the regions asked about."""
 
 
 @dataclass(frozen=True)
-class Near:
+class CompetingJobs:
     """Jobs that are planned together, in the order of their submission, and what is there for them."""
 
     entries: Mapping[str, JobEntry]
@@ -33,13 +33,15 @@ class Near:
     standing: Mapping[str, object]
     """How the jobs stand, by ID."""
 
-    def same_as(self, other: Near) -> bool:
+    def same_as(self, other: CompetingJobs) -> bool:
         """Whether the same jobs stand as they did, and the same workers are there."""
         same = self.standing == other.standing
         return same and (self.lasting, self.preemptible) == (other.lasting, other.preemptible)
 
 
-def near(draft: Draft, regions: Iterable[str], held: Mapping[str, Reservation], jobs: Iterable[str] = ()) -> Near:
+def competing_jobs(
+    draft: Draft, regions: Iterable[str], held: Mapping[str, Reservation], jobs: Iterable[str] = ()
+) -> CompetingJobs:
     """Return the jobs that compete for the workers of some regions.
 
     Args:
@@ -78,13 +80,13 @@ def near(draft: Draft, regions: Iterable[str], held: Mapping[str, Reservation], 
         lasting = _left(draft, lasting, uses, rest, held, preemptible=False)
         preemptible = _left(draft, preemptible, uses, rest, held, preemptible=True)
     order = {name: found[name] for name in sorted(found, key=lambda name: (found[name].row.created_at, name))}
-    return Near(order, lasting, preemptible, {name: use.standing for name, use in uses.items()})
+    return CompetingJobs(order, lasting, preemptible, {name: use.standing for name, use in uses.items()})
 
 
 def _left(
     draft: Draft,
     capacities: Mapping[str, DeviceCapacity],
-    uses: Mapping[str, Use],
+    uses: Mapping[str, WorkerUse],
     rest: Iterable[str],
     held: Mapping[str, Reservation],
     *,

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from control_plane.core import JobState
 from control_plane.pki import utc_now
-from control_plane.service.measuring._speeds import Watched
+from control_plane.service.measuring._speeds import JobSpeeds
 from control_plane.service.planning._planning import on_preemptible, workers_now
 from control_plane.service.planning._scaling import begins_with, is_tuned, tuned_paces
 from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import JobSpec, to_demand
-from scheduler import Plan, Staffed, pace, paces
+from scheduler import Plan, RunningRegion, pace, paces
 from scheduler.deadline import DeviceCapacity, Gang, StaffingPace, devices_of
 
 __all__ = [
@@ -110,7 +110,7 @@ def gang_of_plan(
     )
 
 
-def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry]) -> Gang | None:
+def gang_of(entry: JobEntry, watched: JobSpeeds, regions: Mapping[str, RegionEntry]) -> Gang | None:
     """Return the gang of a job; None if it needs no workers, since a user has paused it or its steps are done."""
     state = entry.state
     if state.phase == "queued":
@@ -147,7 +147,7 @@ def _deadline_s(entry: JobEntry) -> float:
 
 def _running_gang(
     entry: JobEntry,
-    watched: Watched,
+    watched: JobSpeeds,
     regions: Mapping[str, RegionEntry],
     held: dict[str, int],
     *,
@@ -203,7 +203,7 @@ def staffed_of(
     regions: Mapping[str, RegionEntry],
     speeds: Mapping[str, float],
     merges: Mapping[str, float] | None = None,
-) -> list[Staffed]:
+) -> list[RunningRegion]:
     """Return a job's regions with their workers, prices and speeds, measured or else planned.
 
     All workers of a region count as free.
@@ -213,7 +213,7 @@ def staffed_of(
     """
     merges = merges or {}
     return [
-        Staffed(
+        RunningRegion(
             region=part.region,
             workers=workers[part.region],
             free=max(workers[part.region], min(catalogue.capacity.workers, part.most_workers)),
@@ -222,7 +222,7 @@ def staffed_of(
             samples_per_second=speeds.get(part.region, part.samples_per_second) / part.largest_share,
             worker_usd_per_second=catalogue.prices.worker_usd_per_second(part.memory_mb, part.devices),
             usd_per_second=catalogue.prices.server_usd_per_hour / 3600,
-            merge_seconds=merges.get(part.region) or part.merge_seconds or Staffed.merge_seconds,
+            merge_seconds=merges.get(part.region) or part.merge_seconds or RunningRegion.merge_seconds,
         )
         for part in chosen.partitions
         if part.region in workers

@@ -9,7 +9,7 @@ from typing import Any
 
 from control_plane.core import Copy, Goal, InitialModel, JobState, Keep, Partition
 from control_plane.service.measuring._task_history import (
-    Learnt,
+    TaskHistory,
     gpu_bytes_of,
     gpu_lacks_of,
     merges_of,
@@ -18,7 +18,7 @@ from control_plane.service.measuring._task_history import (
     stage_paces_of,
     starts_of,
 )
-from control_plane.service.planning._required_features import keeps_base, most_left_out
+from control_plane.service.planning._required_features import most_left_out
 from control_plane.service.planning._tuning import profiles_of
 from control_plane.service.rpc._wire import to_json
 from control_plane.service.state._entries import JobEntry, RegionEntry
@@ -32,7 +32,9 @@ _TELLING_RUNS = 5
 or a region away."""
 
 
-def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt: Learnt, batch: int = 0) -> Snapshot:
+def snapshot_of(
+    regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], history: TaskHistory, batch: int = 0
+) -> Snapshot:
     """Return the scheduler's view of the federation, with all measurements of a task at a batch.
 
     A region that is unreachable but whose lease has not expired counts as live; one that takes no new jobs as absent.
@@ -44,11 +46,11 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
         else:
             absent.append(entry.row.name)
     busy, devices = _held(jobs)
-    runs, weight = learnt.runs, learnt.weight
+    runs, weight = history.runs, history.weight
     profiles = profiles_of(runs)
     speeds, guessed = speeds_of(runs, batch, profiles, weight)
     # A count by an agent is of this code's model; runs of other versions of the code may have another size.
-    counted = weight is not None and not learnt.of_own_code(weight.task_key)
+    counted = weight is not None and not history.of_own_code(weight.task_key)
     ran_bytes = next((run.model_bytes for run in runs if run.model_bytes), None)
     ran = {run.region for run in runs if not run.profile_json and run.samples_per_second > 0}
     # A start that a run has measured counts more than a profile's.
@@ -172,7 +174,6 @@ def first_state(
         budget_usd=spec.objective.budget,
         lost_limit_seconds=spec.limits.lost_region.total_seconds(),
         created_at=at,
-        keeps_base=keeps_base(plan, regions),
         exact=not plan.background,
         continues=spec.regions.lost == "continue",
         most_left_out=most_left_out(spec, plan, regions),

@@ -1,4 +1,4 @@
-"""What a job needs that agents of earlier versions cannot do."""
+"""What a job needs that agents of the previous release cannot do."""
 
 from __future__ import annotations
 
@@ -7,31 +7,15 @@ from collections.abc import Mapping
 from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
 from geofed_pb.features import (
-    ACCUMULATE,
-    BASE,
-    CLIENTS,
     COMPILE,
-    DIFFERENTIAL,
-    EVALUATION,
     GPUS,
     IMAGE,
     INITIAL_ADAPTER,
-    INITIAL_FILE,
-    INITIAL_URI,
     LEAVE_OUT,
-    LOCAL,
-    MERGE_RATIO,
-    MERGE_STEP,
-    MERGE_TO_ALL,
-    PARTS,
-    PRECISION,
     PRIVATE_COUNTS,
     QUARANTINE,
     RATE_OF_BATCH,
-    REQUIREMENTS,
     ROBUST_BACKGROUND,
-    SECRETS,
-    SECURE,
     SHARDING,
 )
 from geofed_pb.user_code.images import is_allowed_image
@@ -39,12 +23,7 @@ from scheduler import Declined, Plan, Reason
 from sync.robust import QUARANTINE_ROUNDS
 from sync.secure import hiding_regions
 
-__all__ = ["keeps_base", "most_left_out", "refused_by_age", "refused_by_lack", "refused_by_shares"]
-
-
-def keeps_base(plan: Plan, regions: Mapping[str, RegionEntry]) -> bool:
-    """Whether the regions of a plan leave tensors that never change out of the exchange; they must all do the same."""
-    return all(BASE in regions[part.region].state.features for part in plan.partitions)
+__all__ = ["most_left_out", "refused_by_age", "refused_by_lack", "refused_by_shares"]
 
 
 def most_left_out(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]) -> int:
@@ -58,36 +37,18 @@ def most_left_out(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry])
     return 1 if spec.privacy.secure_aggregation else len(plan.partitions) - 1
 
 
-def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry], *, parted: bool) -> Declined | None:
-    """Return the refusal of a job that needs what an agent of its plan cannot do; None: all can.
-
-    ``parted``: whether files of its task folder are sent by themselves.
-    """
+def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]) -> Declined | None:
+    """Return the refusal of a job that needs what an agent of its plan cannot do; None: all can."""
     train = spec.train
     needed = [
         feature
         for feature, used in (
-            (PRECISION, train.precision != "fp32"),
-            (ACCUMULATE, train.accumulate > 1),
             (COMPILE, train.compile),
-            (LOCAL, bool(train.local)),
-            (SECURE, spec.privacy.secure_aggregation),
-            (DIFFERENTIAL, spec.privacy.differential is not None),
-            (INITIAL_FILE, train.initial_model is not None and train.initial_model.file is not None),
-            (INITIAL_URI, train.initial_model is not None and train.initial_model.uri is not None),
             (INITIAL_ADAPTER, train.initial_model is not None and train.initial_model.adapter is not None),
-            (SECRETS, bool(spec.task.secrets)),
-            (REQUIREMENTS, spec.task.requirements is not None),
             (IMAGE, spec.task.image is not None),
-            (CLIENTS, spec.clients is not None),
             (GPUS, spec.function.gpus != 1),
             (SHARDING, spec.function.sharding != "none"),
-            (EVALUATION, spec.evaluates_only),
-            (MERGE_STEP, spec.merge.step != "sum"),
-            (MERGE_RATIO, spec.merge.ratio != 1.0),
-            (MERGE_TO_ALL, spec.advanced.k == 0),
             (RATE_OF_BATCH, train.learning_rate is not None and train.learning_rate.batch is not None),
-            (PARTS, parted),
             (LEAVE_OUT, spec.regions.lost == "continue"),
             (PRIVATE_COUNTS, spec.evaluates_only and spec.privacy.differential is not None),
             (QUARANTINE, spec.wan.quarantine != QUARANTINE_ROUNDS),

@@ -16,16 +16,16 @@ from control_plane.core import JobState, LinkReport, Pairs, Report, Rerouted
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry
 from scheduler import (
+    LinkMeasurement,
     LinkTable,
     Path,
     Region,
     Rerouting,
-    Sighting,
     Topology,
-    as_seen,
     link_table,
     rerouted,
     round_compute_seconds,
+    with_measurements,
 )
 
 __all__ = ["FIRST_REST_SECONDS", "REVIEW_SECONDS", "JobLinks", "Routing"]
@@ -49,7 +49,7 @@ _Pair = tuple[str, str]
 class _Memory:
     """Last measurements of a directed link."""
 
-    seen: Sighting
+    seen: LinkMeasurement
     at: float
     lasts_seconds: float = _MEMORY_SECONDS
 
@@ -80,10 +80,10 @@ class JobLinks:
         rest = FIRST_REST_SECONDS * 2 ** (self._changes - 1) if self._changes else 0.0
         return at >= self._changed + min(rest, _MAX_REST_SECONDS)
 
-    def seen(self, used: Iterable[_Pair], reports: dict[str, Report], at: float) -> dict[_Pair, Sighting]:
+    def seen(self, used: Iterable[_Pair], reports: dict[str, Report], at: float) -> dict[_Pair, LinkMeasurement]:
         """Record the regions' measurements of the links in use; return all measurements that still count."""
         for source, to in used:
-            seen = _sighting(reports[source], to)
+            seen = _link_measurement(reports[source], to)
             if seen is not None:
                 lasts = self._given_up.get((source, to), _MEMORY_SECONDS)
                 self._memories[source, to] = _Memory(seen, at, lasts)
@@ -142,7 +142,7 @@ class Routing:
             # The plan may use a link that its region does not state any more.
             stated.setdefault(pair, Path(0.0, 1e-3, 0.0))
         known = {*used, *_stated(catalogues)}
-        table = as_seen(stated, links.seen(used, reports, draft.at), update_bytes, known)
+        table = with_measurements(stated, links.seen(used, reports, draft.at), update_bytes, known)
         tables = links.add_table(table)
         if tables is None or not links.rested(draft.at):
             return
@@ -182,10 +182,10 @@ def _stated(regions: Iterable[Region]) -> list[_Pair]:
     return [(region.name, link.destination) for region in regions for link in region.links]
 
 
-def _sighting(report: Report, to: str) -> Sighting | None:
+def _link_measurement(report: Report, to: str) -> LinkMeasurement | None:
     link = report.links.get(to, LinkReport())
-    seen = Sighting(link.mbps, link.rtt_ms, link.down)
-    return seen if seen != Sighting() else None
+    seen = LinkMeasurement(link.mbps, link.rtt_ms, link.down)
+    return seen if seen != LinkMeasurement() else None
 
 
 def _compute_seconds(entry: JobEntry, region: str, report: Report) -> float:

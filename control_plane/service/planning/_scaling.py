@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 
 from control_plane.core import Goal, JobState, federated_metrics
 from control_plane.spec import JobSpec
-from scheduler import Plan, Staffed
+from scheduler import Plan, RunningRegion
 from scheduler.deadline import StaffingPace
 from scheduler.scaling import (
     PublishedSettings,
     PublishedTuner,
     ScalingDecision,
     ScalingTuner,
+    StepCosts,
     StepObservation,
-    Terms,
-    dealt,
-    federated_terms,
+    federated_step_costs,
     learning_rate_factor,
+    workers_by_region,
 )
 from scheduler.scaling import ScalingGoal as ScalingGoal
 
@@ -62,7 +62,7 @@ def batch_with(spec: JobSpec, chosen: Plan, region: str, workers: int) -> tuple[
     return workers * part.batch, learning_rate_factor(workers, part.workers)
 
 
-def begins_with(spec: JobSpec, chosen: Plan, staffed: Sequence[Staffed]) -> dict[str, int]:
+def begins_with(spec: JobSpec, chosen: Plan, staffed: Sequence[RunningRegion]) -> dict[str, int]:
     """Return the workers that a tuned job starts with, by region.
 
     That is the whole pool, unless the plan has chosen it and the job uses our tuner, which then starts with the number
@@ -74,11 +74,11 @@ def begins_with(spec: JobSpec, chosen: Plan, staffed: Sequence[Staffed]) -> dict
         return pool
     deadline_s = None if spec.objective.deadline is None else 1.0
     tuner = ScalingTuner(terms, ScalingGoal(0.0, _time_tolerance(spec), deadline_s))
-    return dealt(tuner.begin(), pool)
+    return workers_by_region(tuner.begin(), pool)
 
 
 def tuned_paces(
-    chosen: Plan, staffed: Sequence[Staffed], held: Mapping[str, int], *, promised: bool
+    chosen: Plan, staffed: Sequence[RunningRegion], held: Mapping[str, int], *, promised: bool
 ) -> tuple[StaffingPace, ...]:
     """Return the possible numbers of workers of a tuned job with their rates; each has no fewer workers anywhere than
     the one before.
@@ -92,7 +92,7 @@ def tuned_paces(
     if terms is None:
         return ()
     slowest, most = 1 / max(terms.expected_seconds), terms.most
-    ways = [dealt(workers, pool) for workers in range(terms.least, most + 1)]
+    ways = [workers_by_region(workers, pool) for workers in range(terms.least, most + 1)]
     if all(held.get(region) for region in pool):
         # The present numbers are one of them, even if they were not set by the tuner.
         ways = [way for way in ways if way != dict(held) and _is_monotonic(way, held)] + [
@@ -111,12 +111,12 @@ def _is_monotonic(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
     return all(d >= 0 for d in differences) or all(d <= 0 for d in differences)
 
 
-def _terms(chosen: Plan, staffed: Sequence[Staffed], pool: Mapping[str, int]) -> Terms | None:
+def _terms(chosen: Plan, staffed: Sequence[RunningRegion], pool: Mapping[str, int]) -> StepCosts | None:
     """Return the tuner's cost and speed model; None if a region is not known any more."""
     batches = {part.region: part.batch for part in chosen.partitions}
     if len(staffed) < len(pool):
         return None
-    return federated_terms(
+    return federated_step_costs(
         [replace(one, batch=batches[one.region]) for one in staffed], pool, chosen.exchange_seconds
     )  # fmt: skip
 
@@ -135,7 +135,7 @@ class Tuning:
     samples_per_round: Mapping[str, int]
     """Samples of one worker in a round, by region."""
     goal: Goal
-    terms: Terms
+    terms: StepCosts
     tuner: ScalingTuner | PublishedTuner | None
     """None: the tuner has failed, and is not asked any more."""
     _at: float | None = None
@@ -150,7 +150,7 @@ class Tuning:
     """Processed samples by region at the last observation."""
 
     @classmethod
-    def of(cls, spec: JobSpec, chosen: Plan, state: JobState, staffed: Sequence[Staffed]) -> Tuning | None:
+    def of(cls, spec: JobSpec, chosen: Plan, state: JobState, staffed: Sequence[RunningRegion]) -> Tuning | None:
         """Create the tuner of a job; None if the job has no goal or a region is not known."""
         pool = pool_of(chosen)
         terms = _terms(chosen, staffed, pool)
@@ -167,9 +167,9 @@ class Tuning:
         made = {part.region: part.batch * part.steps_per_round for part in chosen.partitions}
         return cls(pool, made, state.goal, terms, tuner)
 
-    def dealt(self, workers: int) -> dict[str, int]:
+    def workers_by_region(self, workers: int) -> dict[str, int]:
         """Distribute a number of workers to the regions."""
-        return dealt(workers, self.pool)
+        return workers_by_region(workers, self.pool)
 
     def observe(self, state: JobState, at: float) -> tuple[StepObservation, ScalingDecision] | None:
         """Pass a new evaluation to the tuner; return it and the decision, or None if there is nothing new.

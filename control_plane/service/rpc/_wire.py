@@ -274,6 +274,29 @@ def _data_shares(plan: Plan) -> dict[str, float]:
     return {part.region: part.samples / samples for part in plan.partitions}
 
 
+def task_of(spec: JobSpec, bundle_digest: str, submission: common_pb2.Submission) -> agent_pb2.TaskRef:
+    """Return what an agent needs to know of a job's task, whether it trains, probes or profiles it."""
+    return agent_pb2.TaskRef(
+        bundle_digest=bundle_digest,
+        module=spec.task.module,
+        config_json=json.dumps(spec.task.config),
+        env=spec.task.env,
+        requirements=spec.task.requirements or "",
+        image=spec.task.image or "",
+        secrets=spec.task.secrets,
+        dataset=spec.data.dataset,
+        precision=spec.train.precision,
+        accumulate=spec.train.accumulate,
+        compile=spec.train.compile,
+        local=spec.train.local,
+        submission=submission,
+        clients=client_rounds(spec),
+        evaluates_only=spec.evaluates_only,
+        gpus=str(spec.function.gpus),
+        sharding="" if spec.function.sharding == "none" else spec.function.sharding,
+    )
+
+
 def client_rounds(spec: JobSpec) -> agent_pb2.ClientRounds | None:
     """Return how the regions' clients train; None: samples belong to no clients."""
     wanted = spec.clients
@@ -316,37 +339,19 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
     part = next(part for part in plan.partitions if part.region == action.region)
     # Whether there is a collector is for each process to know.
     traced = spec.tracking == "all" or "otlp" in spec.tracking
+    task = task_of(spec, row.bundle_digest, submission_of(row))
+    task.initial_model, task.initial_job, task.initial_holds = (
+        action.initial_model, action.initial_job, action.initial_holds,
+    )  # fmt: skip
+    task.initial_uri, task.initial_adapter = action.initial_uri, action.initial_adapter
+    task.keeps_base, task.clip_norm = True, spec.train.clip_norm or 0.0
+    if (rate := _learning_rate(spec, part)) is not None:
+        task.learning_rate.CopyFrom(rate)
     return agent_pb2.StartPartition(
         job=row.id,
         region=action.region,
         epoch=action.epoch,
-        task=agent_pb2.TaskRef(
-            bundle_digest=row.bundle_digest,
-            module=spec.task.module,
-            config_json=json.dumps(spec.task.config),
-            env=spec.task.env,
-            requirements=spec.task.requirements or "",
-            image=spec.task.image or "",
-            secrets=spec.task.secrets,
-            dataset=spec.data.dataset,
-            learning_rate=_learning_rate(spec, part),
-            initial_model=action.initial_model,
-            initial_job=action.initial_job,
-            initial_holds=action.initial_holds,
-            initial_uri=action.initial_uri,
-            initial_adapter=action.initial_adapter,
-            keeps_base=action.keeps_base,
-            clip_norm=spec.train.clip_norm or 0.0,
-            precision=spec.train.precision,
-            accumulate=spec.train.accumulate,
-            compile=spec.train.compile,
-            local=spec.train.local,
-            submission=submission_of(row),
-            clients=client_rounds(spec),
-            evaluates_only=spec.evaluates_only,
-            gpus=str(spec.function.gpus),
-            sharding="" if spec.function.sharding == "none" else spec.function.sharding,
-        ),
+        task=task,
         plan=_partition_plan(part, plan),
         traceparent=traceparent(row.id, partition_key(action.region), wanted=traced),
         regions=sorted(part.region for part in plan.partitions),

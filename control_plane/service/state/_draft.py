@@ -30,7 +30,7 @@ from control_plane.service.jobs._result import result_of, runs_of, unpromised_wo
 from control_plane.service.measuring._links import links_measured, links_of_plan
 from control_plane.service.rpc._wire import command_of, to_json
 from control_plane.service.state._entries import JobEntry, RegionEntry
-from control_plane.service.state._index import JobIndex, Use, use_of
+from control_plane.service.state._index import JobIndex, WorkerUse, use_of
 from control_plane.store import (
     Change,
     CommandRow,
@@ -132,7 +132,7 @@ class Draft:
         new = (name for name in self.changed_jobs if name not in self.jobs)
         return [*self._indexed().jobs_in(region), *new]
 
-    def use(self, job: str) -> Use | None:
+    def use(self, job: str) -> WorkerUse | None:
         """Return what a job occupies; None if it is not active."""
         entry = self.changed_jobs.get(job)
         if entry is not None:
@@ -186,7 +186,7 @@ class Draft:
             found[use.user] = found.get(use.user, 0.0) + sign * use.unpromised_seconds
         return found
 
-    def _changes_of_use(self) -> Iterator[tuple[Use, int]]:
+    def _changes_of_use(self) -> Iterator[tuple[WorkerUse, int]]:
         for name, entry in self.changed_jobs.items():
             if (before := self._indexed().use(name)) is not None:
                 yield before, -1

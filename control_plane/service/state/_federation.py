@@ -30,7 +30,7 @@ from control_plane.core import (
     Tick,
     region_state_from_json,
 )
-from control_plane.service.measuring._task_history import Learnt
+from control_plane.service.measuring._task_history import TaskHistory
 from control_plane.service.planning._admission import Answer, PendingAdmission
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._routing import Routing
@@ -224,7 +224,7 @@ class Federation:
         return digest
 
     async def answer(
-        self, spec: JobSpec, job: str, learnt: Learnt, user: str, *, without: str = ""
+        self, spec: JobSpec, job: str, history: TaskHistory, user: str, *, without: str = ""
     ) -> tuple[PendingAdmission, Answer]:
         """Plan a new job for the present federation, in a thread, since it may take seconds. The caller holds
         `planning`.
@@ -236,7 +236,7 @@ class Federation:
         if (replaced := draft.job(without)) is not None:
             ended = replace(replaced.state, phase="succeeded")
             draft.changed_jobs[without] = replace(replaced, state=ended)
-        admission = self.allocation.admission(draft, spec, job, learnt, user)
+        admission = self.allocation.admission(draft, spec, job, history, user)
         return admission, await asyncio.to_thread(admission.answer)
 
     @asynccontextmanager

@@ -11,11 +11,11 @@ from control_plane.service.planning._planning import devices_held, on_preemptibl
 from control_plane.service.state._entries import JobEntry
 from scheduler.deadline import devices_of
 
-__all__ = ["JobIndex", "Use", "regions_of", "use_of"]
+__all__ = ["JobIndex", "WorkerUse", "regions_of", "use_of"]
 
 
 @dataclass(frozen=True)
-class Use:
+class WorkerUse:
     """What one job occupies. Its workers do not count any more once it uploads its model."""
 
     workers: dict[str, int]
@@ -36,13 +36,13 @@ def regions_of(entry: JobEntry) -> set[str]:
     return {part.region for part in entry.state.partitions} | {copy.source for copy in entry.state.copies}
 
 
-def use_of(entry: JobEntry) -> Use:
+def use_of(entry: JobEntry) -> WorkerUse:
     """Return what a job occupies."""
     state = entry.state
     parts = tuple((p.workers, p.link, p.preemptible, p.preempted, p.state == "finished") for p in state.partitions)
     workers = {} if state.phase == "finishing" else workers_now(entry)
     devices = devices_held(entry.plan, workers)
-    return Use(
+    return WorkerUse(
         {**workers, **{devices_of(region): count for region, count in devices.items()}},
         on_preemptible(entry),
         not may_scale(entry.spec, entry.plan),
@@ -57,7 +57,7 @@ class JobIndex:
 
     def __init__(self, entries: Iterable[JobEntry] = ()) -> None:
         self._jobs: dict[str, dict[str, None]] = {}
-        self._uses: dict[str, Use] = {}
+        self._uses: dict[str, WorkerUse] = {}
         self._lasting: dict[str, int] = {}
         self._preemptible: dict[str, int] = {}
         self._fixed: dict[str, int] = {}
@@ -99,7 +99,7 @@ class JobIndex:
         """Whether a job starts from a model."""
         return digest in self._models
 
-    def use(self, job: str) -> Use | None:
+    def use(self, job: str) -> WorkerUse | None:
         """Return what a job occupies; None if it is not active."""
         return self._uses.get(job)
 
@@ -149,7 +149,7 @@ class JobIndex:
             self._jobs[region].pop(job, None)
             self.touched[region] = None
 
-    def _count(self, use: Use | None, sign: int) -> None:
+    def _count(self, use: WorkerUse | None, sign: int) -> None:
         if use is None:
             return
         kind = self._preemptible if use.preemptible else self._lasting
@@ -158,7 +158,7 @@ class JobIndex:
             if use.fixed:
                 self._fixed[region] = self._fixed.get(region, 0) + sign * workers
 
-    def _spend(self, use: Use | None, sign: int) -> None:
+    def _spend(self, use: WorkerUse | None, sign: int) -> None:
         if use is not None and use.unpromised_seconds:
             known = self.unpromised_seconds.get(use.user, 0.0)
             self.unpromised_seconds[use.user] = max(0.0, known + sign * use.unpromised_seconds)

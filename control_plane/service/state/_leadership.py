@@ -32,8 +32,9 @@ BEAT_SECONDS = 1.0
 LEADING_SECONDS = 4.5
 """How long a leader serves after its last sign of life. A restart of the database within this time is not noticed."""
 SILENT_SECONDS = 5.5
-"""Silence after which another control plane takes over. Longer than `LEADING_SECONDS`, for clocks whose rates differ by
-up to a sixth, and since the other one sees a sign of life only after the leader has begun to give it."""
+"""Time without a sign of life after which another control plane takes over. Longer than `LEADING_SECONDS`, for clocks
+whose rates differ by up to a sixth, and since the other one sees a sign of life only after the leader has begun to give
+it."""
 _TURN_SECONDS = 30.0
 """Time without a turn of the event loop after which it counts as hung: the leader then gives no signs of life, so that
 another one takes over. Measured with 1,000 agents that connected at once, on two busy cores: 9 s."""
@@ -142,7 +143,7 @@ class Leading:
         return "it was told to stop"
 
 
-class Silence:
+class LeaderSilence:
     """Watches the leadership's row for signs of life."""
 
     def __init__(self, clock: Callable[[], float] = boot_clock) -> None:

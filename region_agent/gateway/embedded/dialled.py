@@ -38,7 +38,7 @@ from region_agent.gateway.dial_out import (
 )
 from region_agent.gateway.stream_transport import StreamTransport
 
-__all__ = ["Dialled", "Listener"]
+__all__ = ["DialledConnections", "Listener"]
 
 _HELLO_SECONDS = 10.0
 """Timeout of the handshake and the first line together."""
@@ -106,7 +106,7 @@ class _Protocol(asyncio.StreamReaderProtocol):
         return False
 
 
-class Dialled:
+class DialledConnections:
     """The listener, and the connections of each replica."""
 
     def __init__(self, greeted: Callable[[str], None]) -> None:

@@ -27,12 +27,12 @@ from region_agent.gateway.embedded.replica_table import (
     Action,
     CallEnded,
     CallStarted,
-    Condemned,
     DeleteFunction,
     Deploy,
     Event,
     FunctionTable,
     LimitDrain,
+    OverLimit,
     Refused,
     ReplicaExited,
     ReplicaReady,
@@ -236,7 +236,7 @@ class Provider:
         running.kill_reason, running.kill_text = reason, text
         self.logs.append(running.spec.service, running.name, text)
         self._end(running.name)
-        self.apply(Condemned(running.name))
+        self.apply(OverLimit(running.name))
 
     # actions
 

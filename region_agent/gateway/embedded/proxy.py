@@ -12,7 +12,7 @@ import httpx2
 
 from region_agent.gateway.embedded.metrics import Metrics
 from region_agent.gateway.embedded.provider import Provider, unreachable
-from region_agent.gateway.embedded.replica_table import Condemned, Refused
+from region_agent.gateway.embedded.replica_table import OverLimit, Refused
 from region_agent.gateway.embedded.replicas.replica_http import LEAVING
 from region_agent.gateway.embedded.replicas.running import Running
 from region_agent.gateway.functions import EXIT_HEADER
@@ -104,7 +104,7 @@ class Proxy:
             started = time.monotonic()
             answer = await self._exchange(running, call, limit)
             if answer.headers.get(_EXIT) == LEAVING:
-                self._provider.apply(Condemned(running.name))
+                self._provider.apply(OverLimit(running.name))
             duration = timedelta(seconds=time.monotonic() - started)
             headers = {key: value for key, value in answer.headers.items() if key not in _HOP_HEADERS | _OWN_HEADERS}
             return Answered(answer.status_code, headers, answer.content, duration, running.name)

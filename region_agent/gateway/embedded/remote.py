@@ -12,7 +12,7 @@ import httpx2
 
 from geofed_pb.errors import GeofedError
 from region_agent.gateway.embedded.config import Config
-from region_agent.gateway.embedded.dialled import Dialled
+from region_agent.gateway.embedded.dialled import DialledConnections
 from region_agent.gateway.embedded.provider import Provider
 from region_agent.gateway.embedded.replicas.running import Running
 from region_agent.gateway.quantities import parse_cpu
@@ -31,7 +31,7 @@ class RemoteProvider(Provider):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._dialled = Dialled(self._greeted)
+        self._dialled = DialledConnections(self._greeted)
         self._stopping = False
 
     def _greeted(self, replica: str) -> None:

@@ -88,7 +88,7 @@ class ReplicaExited:
 
 
 @dataclass(frozen=True)
-class Condemned:
+class OverLimit:
     """A replica is being killed because it exceeded a limit; it gets no further call."""
 
     replica: str
@@ -96,7 +96,7 @@ class Condemned:
 
 
 @dataclass(frozen=True)
-class Aged:
+class ReplicaNearTimeLimit:
     """A replica comes near its platform's time limit: another one is started, and then takes its place."""
 
     replica: str
@@ -143,8 +143,8 @@ Event = (
     | ScaleFunction
     | ReplicaReady
     | ReplicaExited
-    | Condemned
-    | Aged
+    | OverLimit
+    | ReplicaNearTimeLimit
     | Expired
     | RestartDue
     | CallStarted
@@ -240,9 +240,9 @@ class FunctionTable:
                 return self._ready(name)
             case ReplicaExited(name):
                 return self._exited(name)
-            case Condemned(name):
+            case OverLimit(name):
                 return self._condemned(name)
-            case Aged(name):
+            case ReplicaNearTimeLimit(name):
                 return self._aged(name)
             case Expired(name):
                 expired = self._replicas.get(name)

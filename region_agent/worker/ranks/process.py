@@ -42,9 +42,9 @@ from region_agent.worker.ranks.steps import part_of
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.loss_scale import LossScale
 from region_agent.worker.training.usage import peak_bytes
+from sync.channel_clients import open_channel
 from sync.device import finish
 from sync.seeding import seed_all
-from sync.store import open_channel
 
 if TYPE_CHECKING:
     from region_agent.worker.ranks.part import RankPart

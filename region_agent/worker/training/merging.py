@@ -21,6 +21,7 @@ from region_agent.worker.training.proximal import ProximalTerm
 from region_agent.worker.training.update import OptimizerStep
 from sync import framing
 from sync.channel import Channel, channel_kind
+from sync.channel_clients import fence_key
 from sync.collective import (
     DEFAULT,
     ChannelCosts,
@@ -37,7 +38,6 @@ from sync.collective import (
 from sync.flat import FlatModel
 from sync.merging import MeanCollective, Member, open_collective
 from sync.merging.gradients import GradientMerge
-from sync.store import fence_key
 
 __all__ = ["Fenced", "Merging", "PeerTimeout", "group_settings", "merging_for"]
 

@@ -13,11 +13,11 @@ from scheduler.deadline._curve import SpeedCurve
 from scheduler.deadline._model import DeviceCapacity
 
 _EXACT_UP_TO = 4096
-"""Points of a book's grid up to which a constrained fill may add its own; beyond, it is rounded up to the next."""
+"""Points of a ledger's grid up to which a constrained fill may add its own; beyond, it is rounded up to the next."""
 
 
 @dataclass(slots=True)
-class Wish:
+class DeviceRequest:
     """What one job would use in an empty region: two neighbouring levels, and the instant between them."""
 
     curve: SpeedCurve
@@ -46,8 +46,8 @@ class Wish:
 
 
 @dataclass(slots=True)
-class Holding:
-    """What a book holds for one job: `first` devices, then `second` from `switch_s` to `end_s`, or as in `shares`."""
+class DeviceReservation:
+    """What a ledger holds for one job: `first` devices, then `second` from `switch_s` to `end_s`, or as in `shares`."""
 
     first: int
     second: int
@@ -75,7 +75,7 @@ class Holding:
             return int(self.shares[min(int(self.times.searchsorted(at, side="right")) - 1, len(self.shares) - 1)])
         return self.first if at < self.switch_s else self.second
 
-    def rises_s(self, share: int) -> float:
+    def increase_s(self, share: int) -> float:
         """Return the first instant after the begin at which it holds more than `share`; infinite: never."""
         if self.shares is not None and self.times is not None:
             above = np.flatnonzero(self.shares > share)
@@ -89,7 +89,7 @@ class Holding:
         return self.first * (self.switch_s - now) + self.second * (self.end_s - self.switch_s)
 
 
-class Book:
+class CapacityLedger:
     """Free capacity of one region over time, and what is held of it. Times ascend; the last step has no end."""
 
     def __init__(self, now: float, capacity: DeviceCapacity, points: Sequence[float] = ()) -> None:
@@ -101,22 +101,22 @@ class Book:
         self.free: NDArray[np.int64] = np.full(len(self.times), past[-1] if past else capacity.devices, dtype=np.int64)
         for at, devices in changes:
             self.free[self.times.searchsorted(at) :] = devices
-        self.holdings: dict[str, Holding] = {}
-        self.uneasy: set[str] = set()
+        self.reservations: dict[str, DeviceReservation] = {}
+        self.without_margin: set[str] = set()
         """Promised jobs that do not fit with their margin."""
 
-    def copy(self) -> Book:
+    def copy(self) -> CapacityLedger:
         """Return a copy for trials."""
-        other = Book.__new__(Book)
+        other = CapacityLedger.__new__(CapacityLedger)
         other.now, other.times, other.free = self.now, self.times, self.free.copy()
-        other.holdings, other.uneasy = dict(self.holdings), set(self.uneasy)
+        other.reservations, other.without_margin = dict(self.reservations), set(self.without_margin)
         return other
 
-    def displace(self, name: str, wish: Wish) -> None:
-        """Hold a wish's two levels even if they are not free: ``free`` may fall below zero."""
-        self.point(wish.switch_s)
-        self.point(wish.deadline_s)
-        self._hold(name, Holding(wish.first, wish.second, wish.switch_s, wish.deadline_s))
+    def displace(self, name: str, request: DeviceRequest) -> None:
+        """Hold a request's two levels even if they are not free: ``free`` may fall below zero."""
+        self.point(request.switch_s)
+        self.point(request.deadline_s)
+        self._hold(name, DeviceReservation(request.first, request.second, request.switch_s, request.deadline_s))
 
     def point(self, at: float) -> int:
         """Return the index of the grid's step that begins at `at`; the step is created if needed."""
@@ -127,73 +127,75 @@ class Book:
         self.free = np.concatenate((self.free[:index], self.free[index - 1 : index], self.free[index:]))
         return index
 
-    def take(self, name: str, wish: Wish) -> Holding | None:
-        """Hold the least that completes the work of `wish`; None, and no change, where that is impossible."""
-        if wish.deadline_s <= self.now:
+    def take(self, name: str, request: DeviceRequest) -> DeviceReservation | None:
+        """Hold the least that completes the work of `request`; None, and no change, where that is impossible."""
+        if request.deadline_s <= self.now:
             return None
-        if wish.stay_s:
-            end = self.point(wish.stay_s)
-            if self.free[:end].min() >= wish.share:
-                return self._hold(name, Holding(wish.share, wish.share, self.now, wish.stay_s))
-        if not wish.possible:
+        if request.stay_s:
+            end = self.point(request.stay_s)
+            if self.free[:end].min() >= request.share:
+                return self._hold(name, DeviceReservation(request.share, request.share, self.now, request.stay_s))
+        if not request.possible:
             return None
-        switch, end = self.point(wish.switch_s), self.point(wish.deadline_s)
+        switch, end = self.point(request.switch_s), self.point(request.deadline_s)
         switch = min(switch, end)
         free = self.free
-        if (switch == end or free[switch:end].min() >= wish.second) and (
-            not switch or free[:switch].min() >= wish.first
+        if (switch == end or free[switch:end].min() >= request.second) and (
+            not switch or free[:switch].min() >= request.first
         ):
-            return self._hold(name, Holding(wish.first, wish.second, wish.switch_s, wish.deadline_s))
-        return self._squeeze(name, wish, end)
+            return self._hold(
+                name, DeviceReservation(request.first, request.second, request.switch_s, request.deadline_s)
+            )
+        return self._take_in_parts(name, request, end)
 
-    def _hold(self, name: str, holding: Holding) -> Holding:
-        """Take a plain holding; its instants are points of the grid."""
-        switch, end = self.times.searchsorted(holding.switch_s), self.times.searchsorted(holding.end_s)
-        self.free[:switch] -= holding.first
-        self.free[switch:end] -= holding.second
-        self.holdings[name] = holding
-        return holding
+    def _hold(self, name: str, reservation: DeviceReservation) -> DeviceReservation:
+        """Take a plain reservation; its instants are points of the grid."""
+        switch, end = self.times.searchsorted(reservation.switch_s), self.times.searchsorted(reservation.end_s)
+        self.free[:switch] -= reservation.first
+        self.free[switch:end] -= reservation.second
+        self.reservations[name] = reservation
+        return reservation
 
-    def take_what_there_is(self, name: str, wish: Wish) -> Holding:
+    def take_all_free(self, name: str, request: DeviceRequest) -> DeviceReservation:
         """Hold as much as fits until the deadline, and past it as long as the work takes: for a promise in danger."""
-        curve, most = wish.curve, wish.curve.levels[-1]
+        curve, most = request.curve, request.curve.levels[-1]
         spans = np.diff(self.times, append=math.inf)
         rates = curve.rate_by_free[np.clip(self.free, 0, most)]
         with np.errstate(invalid="ignore"):
             done = np.cumsum(np.where(rates > 0, spans * rates, 0.0))
-        last = int(done.searchsorted(wish.need))
+        last = int(done.searchsorted(request.need))
         if last >= len(done):
             last = len(done) - 1
         before = float(done[last - 1]) if last else 0.0
-        end_s = float(self.times[last]) + (wish.need - before) / float(rates[last]) if rates[last] > 0 else math.inf
+        end_s = float(self.times[last]) + (request.need - before) / float(rates[last]) if rates[last] > 0 else math.inf
         if math.isfinite(end_s) and end_s > self.times[last]:
             last = self.point(end_s) - 1
         shares = curve.level_by_free[np.clip(self.free[: last + 1], 0, most)]
         self.free[: last + 1] -= shares
         times = np.append(self.times[: last + 1], min(end_s, float(self.times[last]) + 1e9))
-        holding = Holding(int(shares[0]), int(shares.max()), self.now, end_s, times, shares, late=True)
-        self.holdings[name] = holding
-        return holding
+        reservation = DeviceReservation(int(shares[0]), int(shares.max()), self.now, end_s, times, shares, late=True)
+        self.reservations[name] = reservation
+        return reservation
 
-    def _squeeze(self, name: str, wish: Wish, end: int) -> Holding | None:
+    def _take_in_parts(self, name: str, request: DeviceRequest, end: int) -> DeviceReservation | None:
         """Fill in general: on each step the largest level up to the wished one that is free there."""
-        curve = wish.curve
+        curve = request.curve
         levels, rates = curve.ladder
         spans = self.times[1 : end + 1] - self.times[:end]
         fitting = curve.rate_by_free[np.clip(self.free[:end], 0, curve.levels[-1])]
-        index = wish.index
+        index = request.index
         while True:
             upper = np.minimum(fitting, rates[index])
             full = float(spans @ upper)
-            if full >= wish.need:
+            if full >= request.need:
                 break
             index += 1
             if index == len(levels):
                 return None
         lower = np.minimum(fitting, rates[index - 1])
         gain = np.cumsum(spans * (upper - lower))
-        early = wish.share > 0
-        goal = wish.need - float(spans @ lower) if early else full - wish.need
+        early = request.share > 0
+        goal = request.need - float(spans @ lower) if early else full - request.need
         at = min(int(gain.searchsorted(goal, side="left" if early else "right")), end - 1)
         inside = (goal - (float(gain[at - 1]) if at else 0.0)) / max(float(upper[at] - lower[at]), 1e-12)
         switch_s = float(self.times[at]) + inside
@@ -206,13 +208,15 @@ class Book:
         shares = curve.level_by_free[np.minimum(free, second)]
         shares[:cut] = curve.level_by_free[np.minimum(free[:cut], first)]
         self.free[:end] -= shares
-        holding = Holding(first, second, switch_s, wish.deadline_s, self.times[: end + 1].copy(), shares)
-        self.holdings[name] = holding
-        return holding
+        reservation = DeviceReservation(
+            first, second, switch_s, request.deadline_s, self.times[: end + 1].copy(), shares
+        )
+        self.reservations[name] = reservation
+        return reservation
 
-    def give_back(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Free what a job holds."""
-        held = self.holdings.pop(name)
+        held = self.reservations.pop(name)
         if held.shares is not None and held.times is not None:
             end = self.point(float(held.times[-1]))
             step = held.times.searchsorted(self.times[:end], side="right") - 1

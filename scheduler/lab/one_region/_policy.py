@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from scheduler.deadline import Course, DeadlineJob, DeviceCapacity, Rules, SpeedCurve
-from scheduler.lab.one_region._experience import Experience
+from scheduler.deadline import DeadlineJob, DeviceCapacity, Rules, SimulatedSchedule, SpeedCurve
+from scheduler.lab.one_region._job_statistics import JobStatistics
 from scheduler.lab.one_region._minimum_share import least_device_seconds
-from scheduler.lab.one_region._verified_decisions import prove
+from scheduler.lab.one_region._verified_decisions import verified_decision
 from scheduler.simulate._engine import PolicyDecision, RunningJob
-from scheduler.simulate._nodes import Floor
+from scheduler.simulate._nodes import ClusterNodes
 
 _REGION = "here"
 
 
-class Deadlines:
+class OneRegionPolicy:
     """Job-by-job promises without slots, spare devices by marginal return; see ``scheduler.deadline``.
 
     `keep` best effort: jobs whose deadline is refused run on what is left instead of being declined.
@@ -28,10 +28,10 @@ class Deadlines:
 
     def __init__(self, rules: Rules, curve_error: float = 0.0, keep: bool = False) -> None:
         self.rules, self.keep = rules, keep
-        self.experience = Experience(curve_error)
+        self.statistics = JobStatistics(curve_error)
         self.seen: dict[str, dict[int, float]] = {}
         self.served_s: dict[str, float] = {}
-        self.course: Course | None = None
+        self.schedule: SimulatedSchedule | None = None
         self.most = 0
         """Largest number of devices so far."""
 
@@ -48,20 +48,20 @@ class Deadlines:
         asking = self._for_admission(now, devices, asked, rules)
         # Which jobs broken nodes move is unknown.
         blocks = {job.name: job.blocks for job in active if job.blocks}
-        ground = Floor.of(devices, blocks) if devices == self.most else None
-        found = prove(
-            now, DeviceCapacity(devices), _REGION, jobs, new, rules, asking, self.course, ground, self.keep
+        placement = ClusterNodes.of(devices, blocks) if devices == self.most else None
+        found = verified_decision(
+            now, DeviceCapacity(devices), _REGION, jobs, new, rules, asking, self.schedule, placement, self.keep
         )  # fmt: skip
-        self.course = found.course
+        self.schedule = found.schedule
         promised = {job.name: job.deadline_s for job in found.promised}
         gone = () if self.keep else tuple(job.name for job in asked if job.name not in promised)
         if rules.overhead.everyone and any(job.share != found.shares.get(job.name, 0) for job in active):
-            self.experience.paused(now, rules.overhead.base_s)
-        return PolicyDecision(found.shares, gone, promised, found.course.next_s)
+            self.statistics.record_pause(now, rules.overhead.base_s)
+        return PolicyDecision(found.shares, gone, promised, found.schedule.next_s)
 
     def _with_pauses(self, now: float) -> Rules:
         """Return the rules; where any change pauses all jobs, with margins for the pauses of the recent time."""
-        rules, paused = self.rules, self.experience.pause_share(now)
+        rules, paused = self.rules, self.statistics.pause_share(now)
         if not rules.overhead.everyone:
             return rules
         return replace(
@@ -75,11 +75,11 @@ class Deadlines:
             return rules
         for job in asked:
             size = least_device_seconds(job, job.curves[_REGION], now)
-            self.experience.asked(now, job.deadline_s, size, job.value)
+            self.statistics.record_request(now, job.deadline_s, size, job.value)
         return replace(
             rules,
             change_pause_s=rules.overhead.base_s if rules.overhead.everyone else 0.0,
-            usual_device_s=self.experience.usual_device_s(devices),
+            usual_device_s=self.statistics.usual_device_s(devices),
         )
 
     def _learn(self, active: Sequence[RunningJob]) -> None:
@@ -92,11 +92,11 @@ class Deadlines:
                 if job.seen_share not in rates:
                     told = job.believed.rate(job.seen_share)
                     rates[job.seen_share] = told / job.slowness
-                    self.experience.saw_rate(told, told / job.slowness)
+                    self.statistics.record_rate(told, told / job.slowness)
 
     def _curve(self, job: RunningJob) -> SpeedCurve:
-        return self.experience.cautious(
-            job.believed, self.seen.get(job.name, {}) if self.experience.curve_error else {}
+        return self.statistics.cautious(
+            job.believed, self.seen.get(job.name, {}) if self.statistics.curve_error else {}
         )
 
     def _job(self, job: RunningJob, is_new: bool) -> DeadlineJob:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from scheduler.deadline._curve import SpeedCurve
 from scheduler.deadline._model import DeadlineJob, Rules
-from scheduler.lab.one_region._capacity import Book
+from scheduler.lab.one_region._capacity import CapacityLedger
 
-_STICKY = 1.2
+_KEEP_FACTOR = 1.2
 """Factor on the gain of a level that a job has already."""
 _WORTHWHILE = 2.0
 """Factor of the cost of a change that a larger share must save."""
@@ -20,7 +20,7 @@ _LEAST_RETURN = 0.1
 to take them back."""
 _SHORTEST_S = 1.0
 """Least seconds between two decisions that are due only to a plan."""
-_SIGHT_S = 1800.0
+_HORIZON_S = 1800.0
 """Seconds for which a gain is counted at most; by then something else will have happened."""
 
 
@@ -35,7 +35,7 @@ class WorkerShares:
 
 
 def spread(
-    book: Book,
+    ledger: CapacityLedger,
     region: str,
     promised: Sequence[DeadlineJob],
     waiting: Sequence[DeadlineJob] = (),
@@ -43,74 +43,80 @@ def spread(
 ) -> WorkerShares:
     """Return the shares of one region: what is reserved, and what is free by marginal return.
 
-    `promised` jobs are in `book`; `waiting` ones run on what is left: best effort, and jobs whose deadline was not
+    `promised` jobs are in `ledger`; `waiting` ones run on what is left: best effort, and jobs whose deadline was not
     promised. The return of one more level is the device time that the job saves later, for each second and device that
     it takes now (ElasticFlow, ASPLOS'23, §4.2, with the sign of its text). A running job scales only where the time
     saved exceeds the cost of the change; where a change pauses all jobs, unneeded changes are made only if all gains
     together exceed all pauses.
     """
     rules = rules or Rules()
-    free = max(0, int(book.free[0]))
-    shares = {job.name: book.holdings[job.name].share() for job in promised}
+    free = max(0, int(ledger.free[0]))
+    shares = {job.name: ledger.reservations[job.name].share() for job in promised}
     shares.update((job.name, 0) for job in waiting)
-    gains = _grow(book, region, promised, waiting, rules, free, shares)
+    gains = _grow(ledger, region, promised, waiting, rules, free, shares)
     everyone = [*promised, *waiting]
-    still_s = still_until(book.now, [(job, job.curves[region]) for job in promised], rules)
-    if still_s > book.now and _fits(book, everyone) and _can_wait(book, region, promised, still_s, rules):
-        return WorkerShares({job.name: job.share for job in everyone}, still_s)
-    urgent = any(job.share < book.holdings[job.name].share() for job in promised)
-    if rules.overhead.everyone and not urgent and _fits(book, everyone):
+    fixed_until_s = fixed_until(ledger.now, [(job, job.curves[region]) for job in promised], rules)
+    if (
+        fixed_until_s > ledger.now
+        and _fits(ledger, everyone)
+        and _can_wait(ledger, region, promised, fixed_until_s, rules)
+    ):
+        return WorkerShares({job.name: job.share for job in everyone}, fixed_until_s)
+    urgent = any(job.share < ledger.reservations[job.name].share() for job in promised)
+    if rules.overhead.everyone and not urgent and _fits(ledger, everyone):
         running = sum(job.share for job in everyone)
         small = sum(gains.values()) <= _WORTHWHILE * rules.overhead.base_s * running
-        if small or any(_is_frail(job, job.curves[region], book.now, rules) for job in promised):
+        if small or any(_has_little_slack(job, job.curves[region], ledger.now, rules) for job in promised):
             shares = {job.name: job.share for job in everyone}
-    wake_s = min((book.holdings[job.name].rises_s(shares[job.name]) for job in promised), default=math.inf)
-    return WorkerShares(shares, max(wake_s, book.now + _SHORTEST_S))
+    wake_s = min((ledger.reservations[job.name].increase_s(shares[job.name]) for job in promised), default=math.inf)
+    return WorkerShares(shares, max(wake_s, ledger.now + _SHORTEST_S))
 
 
-def still_until(now: float, jobs: Sequence[tuple[DeadlineJob, SpeedCurve]], rules: Rules) -> float:
+def fixed_until(now: float, jobs: Sequence[tuple[DeadlineJob, SpeedCurve]], rules: Rules) -> float:
     """Return until when nothing should change, since some job will be done soon that can take no more pause; `now`: no
     need."""
     if not rules.overhead.everyone:
         return now
-    still_s = now
+    fixed_until_s = now
     for job, curve in jobs:
         rate = curve.rate(job.share)
         if rate:
             end_s = max(now, job.ready_s) + job.work / rate
             slack_s = job.deadline_s - end_s
             if 0 <= slack_s < rules.overhead.base_s and end_s - now <= rules.grace_s:
-                still_s = max(still_s, end_s)
-    return still_s
+                fixed_until_s = max(fixed_until_s, end_s)
+    return fixed_until_s
 
 
-def _is_frail(job: DeadlineJob, curve: SpeedCurve, now: float, rules: Rules) -> bool:
+def _has_little_slack(job: DeadlineJob, curve: SpeedCurve, now: float, rules: Rules) -> bool:
     """Whether two more pauses would make a job late, even at its fastest; one that is late anyway is not."""
     slack_s = job.deadline_s - max(now, job.ready_s) - job.work / curve.rates[-1]
     return 0 <= slack_s < 2 * rules.overhead.base_s
 
 
-def _can_wait(book: Book, region: str, promised: Sequence[DeadlineJob], until_s: float, rules: Rules) -> bool:
-    """Whether every job whose share would rise before an instant still meets its deadline if it rises then."""
+def _can_wait(
+    ledger: CapacityLedger, region: str, promised: Sequence[DeadlineJob], until_s: float, rules: Rules
+) -> bool:
+    """Whether every job whose share would rise before an instant still meets its deadline if it increases then."""
     for job in promised:
-        held = book.holdings[job.name]
-        if held.rises_s(job.share) < until_s:
+        held = ledger.reservations[job.name]
+        if held.increase_s(job.share) < until_s:
             curve, most = job.curves[region], held.most()
-            left = max(0.0, job.work - curve.rate(job.share) * (until_s - max(book.now, job.ready_s)))
+            left = max(0.0, job.work - curve.rate(job.share) * (until_s - max(ledger.now, job.ready_s)))
             pauses_s = rules.overhead.seconds(most) + 2 * rules.overhead.base_s
             if until_s + pauses_s + left / curve.rate(most) > job.deadline_s:
                 return False
     return True
 
 
-def _fits(book: Book, jobs: Sequence[DeadlineJob]) -> bool:
+def _fits(ledger: CapacityLedger, jobs: Sequence[DeadlineJob]) -> bool:
     """Return whether all jobs can keep what they have: capacity may have gone."""
-    held = sum(book.holdings[job.name].share() for job in jobs if job.name in book.holdings)
-    return sum(job.share for job in jobs) <= int(book.free[0]) + held
+    held = sum(ledger.reservations[job.name].share() for job in jobs if job.name in ledger.reservations)
+    return sum(job.share for job in jobs) <= int(ledger.free[0]) + held
 
 
 def _grow(
-    book: Book,
+    ledger: CapacityLedger,
     region: str,
     promised: Sequence[DeadlineJob],
     waiting: Sequence[DeadlineJob],
@@ -123,7 +129,7 @@ def _grow(
     gains: dict[str, float] = {}
 
     def offer(job: DeadlineJob) -> None:
-        step = _step(book, region, job, shares[job.name], rules)
+        step = _step(ledger, region, job, shares[job.name], rules)
         if step is not None:
             gain, level = step
             heapq.heappush(heap, (-gain, _urgency(job), job.name, level, job))
@@ -137,7 +143,7 @@ def _grow(
             continue
         free -= more
         if level > job.share:
-            lasts = min(_SIGHT_S, job.work / job.curves[region].rate(level))
+            lasts = min(_HORIZON_S, job.work / job.curves[region].rate(level))
             gains[name] = gains.get(name, 0.0) - negative * more * lasts
         shares[name] = level
         offer(job)
@@ -149,14 +155,14 @@ def _urgency(job: DeadlineJob) -> float:
     return job.deadline_s if math.isfinite(job.deadline_s) else 1e15 + job.served_s
 
 
-def _step(book: Book, region: str, job: DeadlineJob, share: int, rules: Rules) -> tuple[float, int] | None:
+def _step(ledger: CapacityLedger, region: str, job: DeadlineJob, share: int, rules: Rules) -> tuple[float, int] | None:
     """The return of a job's next worthwhile level, and that level.
 
     What the change takes is spread over the time that the level lasts: a level that the job has already saves it, any
     other costs it.
     """
     curve = job.curves[region]
-    held = book.holdings.get(job.name)
+    held = ledger.reservations.get(job.name)
     later = (held.most() if held is not None else 0) or curve.levels[0]
     price = later / curve.rate(later)
     have = curve.rate(share)
@@ -166,11 +172,11 @@ def _step(book: Book, region: str, job: DeadlineJob, share: int, rules: Rules) -
             continue
         gain = (rate - have) * price
         if job.share:
-            change = rules.overhead.seconds(level) / max(min(_SIGHT_S, job.work / rate), 1.0) * level
+            change = rules.overhead.seconds(level) / max(min(_HORIZON_S, job.work / rate), 1.0) * level
             if level > job.share:
                 gain -= _WORTHWHILE * change
             else:
-                gain = _STICKY * gain + (change if level == job.share else 0.0)
+                gain = _KEEP_FACTOR * gain + (change if level == job.share else 0.0)
         gain /= level - share
         if gain >= _LEAST_RETURN and (best is None or gain > best[0] + 1e-9):
             best = (gain, level)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from sync.file_transfer.manifest import Manifest, PeerAddress
 from sync.histograms import Histogram
 from sync.ps.core.answers import Answer
-from sync.transfer.manifest import Manifest, PeerAddress
 
 __all__ = [
     "Action",

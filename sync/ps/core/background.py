@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 
+from sync.file_transfer.manifest import Manifest
 from sync.ps.core.actions import (
     Action,
     Failed,
@@ -46,7 +47,6 @@ from sync.ps.core.ledger import NO_MODEL
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.waiting import Continue, WaitingPolicy, WaitView
 from sync.ps.core.worker_group import ModelEvaluation
-from sync.transfer.manifest import Manifest
 from sync.wan import overlapped_steps
 
 __all__ = ["Background"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sync.file_transfer.manifest import Manifest, PeerAddress
 from sync.histograms import Histogram
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, StoreMetrics
-from sync.transfer.manifest import Manifest, PeerAddress
 from sync.wan import LinkSample
 
 __all__ = [

@@ -24,10 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from sync.file_transfer.manifest import Manifest, PeerAddress
 from sync.ps.core.actions import SendUpdates, SumUp
 from sync.ps.core.routes import next_hops
 from sync.ps.core.summed_updates import Sums
-from sync.transfer.manifest import Manifest, PeerAddress
 
 __all__ = ["NO_MODEL", "Ledger"]
 
@@ -71,7 +71,7 @@ class Ledger:
         """The other regions' servers, by region, as far as they are known."""
 
     def add(self, manifest: Manifest) -> None:
-        """Add an update after its transfer has written it durably (`sync.transfer.intake`)."""
+        """Add an update after its transfer has written it durably (`sync.file_transfer.file_receiver`)."""
         if manifest.sequence > self.marks[manifest.region] and self.follows(manifest):
             self._keep(manifest)
         self.sums.note_support(manifest)

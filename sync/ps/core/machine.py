@@ -18,6 +18,7 @@ import abc
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from sync.file_transfer.manifest import Manifest, Verdict
 from sync.ps.core.actions import (
     Action,
     Failed,
@@ -64,7 +65,6 @@ from sync.ps.core.events import (
 from sync.ps.core.ledger import NO_MODEL, Ledger
 from sync.ps.core.waiting_settings import WaitingSettings
 from sync.ps.core.worker_group import LoggedValues, ModelEvaluation, StepMerge, mean_loss, usage_of
-from sync.transfer.manifest import Manifest, Verdict
 
 __all__ = ["FIRST_WEIGHT", "Boundary", "Machine", "Recovered", "Setup"]
 

@@ -14,7 +14,7 @@ of updates that have not been sent,
 - to any peer: then all peers get the same sum, from us or passed on; or
 - to the one peer that lacks them while all others have them: it passes them on to no region.
 
-A region sums up only its own updates, since it cannot sign for another (`sync.transfer.signing`).
+A region sums up only its own updates, since it cannot sign for another (`sync.file_transfer.signing`).
 
 Which updates were sent before this process started is not known, so our own ones of that time are sent as they are. A
 peer that nevertheless has some of another region's updates, through a third one, reports that, and gets the rest.
@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from sync.file_transfer.manifest import Manifest
 from sync.ps.core.actions import SumUp
-from sync.transfer.manifest import Manifest
 
 __all__ = ["Sums"]
 

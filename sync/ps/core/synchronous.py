@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sync.file_transfer.manifest import Manifest
 from sync.ps.core.actions import Action, Failed, MergeUpdates, Refuse, Reply, StoreOwnUpdate
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.core.events import BoundaryArrived, Configured, ReduceArrived, UpdatesMerged
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.core.machine import Boundary, Machine, Recovered, Setup
 from sync.ps.core.worker_group import ModelEvaluation, StepMerge
-from sync.transfer.manifest import Manifest
 
 __all__ = ["Synchronous"]
 

@@ -8,7 +8,8 @@ from geofed_pb.errors import GeofedError
 from sync import chunked_values, framing
 from sync.channel import Channel
 from sync.layout import Vector
-from sync.ps.execution.storage import Storage, correction_key
+from sync.ps.execution.checkpoint_file import correction_key
+from sync.ps.execution.storage import Storage
 
 __all__ = ["ChannelStore"]
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from sync.channel import Channel
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates
+from sync.ps.execution.checkpoint_file import PendingCheckpoint
 from sync.ps.execution.replica import ReplicaState
-from sync.ps.execution.storage import PendingCheckpoint, Storage
+from sync.ps.execution.storage import Storage
 from sync.ps.execution.threads import background_thread
 
 __all__ = ["Checkpoints"]

@@ -6,9 +6,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,9 @@ import numpy as np
 from geofed_pb.errors import GeofedError
 from sync import chunked_values, framing
 from sync.channel import Channel
-from sync.codec import Codec, Decoding, Exact, Float32, Tensors, decoded
+from sync.codec import Codec, Decoding, Exact, Float32, decoded
+from sync.file_transfer.manifest import Manifest
 from sync.layout import LOCAL, Layout, Vector
-from sync.mapped_files import windows
 from sync.means import weighted_mean
 from sync.policy import Contribution, Policy
 from sync.ps.core.actions import (
@@ -43,22 +42,23 @@ from sync.ps.core.events import (
     Summed,
     UpdatesMerged,
 )
-from sync.ps.core.machine import FIRST_WEIGHT, Recovered, Setup
+from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.base import BaseFiles
 from sync.ps.execution.channel_store import ChannelStore
+from sync.ps.execution.checkpoint_file import correction_key
 from sync.ps.execution.checkpoints import Checkpoints
 from sync.ps.execution.export import from_safetensors, to_safetensors
-from sync.ps.execution.frames import LAYOUT, WHOLE, sent_layout, shape_of
-from sync.ps.execution.mask_file import MaskFile
+from sync.ps.execution.frames import sent_layout, shape_of
+from sync.ps.execution.own_updates import FramedUpdate, OwnUpdates, is_finite
+from sync.ps.execution.records import Entry
 from sync.ps.execution.releases import CountReleases, Releases
-from sync.ps.execution.replica import OwnUpdate, Replica, ReplicaState, expanded
-from sync.ps.execution.storage import Entry, Storage, correction_key
+from sync.ps.execution.replica import Replica, ReplicaState, expanded
+from sync.ps.execution.storage import Storage
 from sync.ps.execution.threads import background_thread
-from sync.secure import PairMasks, SharedScale, first_codec
-from sync.transfer.manifest import Manifest
+from sync.secure import SharedScale
 from sync.wan import ExchangeSettings
 
-__all__ = ["ActionExecutor", "FramedUpdate", "merged_key"]
+__all__ = ["ActionExecutor", "merged_key"]
 
 _log = logging.getLogger("geofed.ps")
 _HISTORY_ROUNDS = 8
@@ -69,21 +69,6 @@ _NOTHING: Vector = np.empty(0, np.float32)
 def merged_key(attempt: int, step: int) -> str:
     """Channel key of a step's merged gradient."""
     return f"g/{attempt}/{step}/merged"
-
-
-_Made = tuple[int, Iterable[memoryview], tuple[Vector, slice, bool] | None]
-"""Bytes of an update, its pieces, and what `ActionExecutor._last_update` keeps of it: None if it is read from the
-file."""
-
-
-@dataclass(frozen=True)
-class FramedUpdate:
-    """An encoded update."""
-
-    pieces: Sequence[memoryview]
-    """The bytes, as consecutive buffers."""
-    total_bytes: int
-    digest: str
 
 
 class ActionExecutor:
@@ -136,9 +121,6 @@ class ActionExecutor:
         self._weighs_by_shares = weighs_by_shares
         self._local_steps, self._data_shares = local_steps or {}, data_shares or {}
         self.replica: Replica | None = None
-        self._last_update: tuple[str, Vector, slice, bool] | None = None
-        """Our last update, so that it needn't be decoded: digest, decoded values, coordinates, and whether it is a
-        whole model. The values' memory is used again for the next update."""
         self._decode_buffers: dict[int, Vector] = {}
         """Buffers that updates are decoded into, by their position in a merge; at most one per region."""
         self._ended: LogRoundEnd | None = None
@@ -151,13 +133,7 @@ class ActionExecutor:
         self._attempt = 1
         """The last attempt whose workers began from `Replica.start`."""
         self._scale = SharedScale(setup.region, self._shares, setup.masked) if setup.masked else None
-        self.mask_file: MaskFile | None = None
-        """With secure aggregation: which rounds' masks were used."""
-        self.masks: PairMasks | None = None
-        """With secure aggregation: the masks of our updates, once the keys of all other regions are known. May be set
-        by another thread before our first update is requested."""
-        self.codec_wanted = self._codec
-        """Codec of our next update; may be set at any time by another thread."""
+        self.own_updates = OwnUpdates(setup, storage, self._checkpoints, self._codec, self._scale, releases)
         self.coding_bytes_per_second = 0.0
         """float32 bytes per second that became our last update, including making it durable; 0: not known yet."""
 
@@ -328,12 +304,6 @@ class ActionExecutor:
             raise GeofedError("INTERNAL", f"{key} is no longer in the channel")
         return vector
 
-    def _layout_tensors(self) -> Tensors:
-        """Return the layout as a tensor that is sent with the initial model, so that each region can compare its
-        own."""
-        layout = self.storage.layout
-        return {} if layout is None else {LAYOUT: np.frombuffer(layout.to_json().encode(), np.uint8)}
-
     def _check_layout(self, first: Manifest) -> None:
         """Raise ``GeofedError("TASK_INVALID")`` if our workers' model has another layout than the initial model."""
         theirs = sent_layout(framing.decode(self.storage.update(first)))
@@ -361,19 +331,6 @@ class ActionExecutor:
         if base_key:
             self.base.take(base_key)
         return "", self.base.publish(layout)
-
-    def _check_finite(self, model: Vector, sequence: int) -> None:
-        """Raise ``GeofedError`` with the first tensor that is not finite: TASK_INVALID before training, TASK_FAILED
-        after a round."""
-        if _finite(model):
-            return
-        layout = self.storage.layout
-        name = "the model" if layout is None else layout.slot_at(int(np.argmin(np.isfinite(model)))).name
-        if sequence == 0:
-            text = f"{name} holds values that are not finite before the first step"
-            raise GeofedError("TASK_INVALID", text, hint="initialise all parameters with finite values")
-        text = f"{name} is not finite after round {sequence}"
-        raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
 
     def _replica(self) -> Replica:
         if self.replica is None:
@@ -410,49 +367,19 @@ class ActionExecutor:
         if self.replica is not None:
             return None
         begin = self._first_model(action.model_key)
-        if begin is None or not _finite(begin):
-            return None
-        codec = Float32()
-        facts = {"sequence": 0, "weight": FIRST_WEIGHT, "codec": codec.mark}
-        return _framed({**codec.encode(begin), **self._layout_tensors()}, facts)
+        return self.own_updates.initial(begin) if begin is not None and is_finite(begin) else None
 
     def _prepare(self, action: StoreOwnUpdate) -> OwnUpdateStored:
         """Store the optimiser's state concurrently with making the update, because workers wait for both."""
         with background_thread() as background:
-            return self._made_update(action, background.submit(self._keep_state, action))
-
-    def _made_update(self, action: StoreOwnUpdate, storing: Future[None]) -> OwnUpdateStored:
-        begun = time.monotonic()
-        end = self._end(action)
-        if self._sends_privately or self.replica is None or (made := self._plain_update(end, action)) is None:
-            end = self._releasable(end, action)
-            made = self._coded_update(end, action)
-        total_bytes, pieces, sent = made
-        digest = self.storage.write_update(action.sequence, pieces, total_bytes)
-        manifest = Manifest(
-            self.setup.region,
-            action.epoch,
-            action.sequence,
-            digest,
-            total_bytes,
-            action.weight,
-            action.seen,
-            action.last,
-            action.stretch,
-            ends=action.ends,
-            takes_sums=self.setup.sums,
-            round_seconds=action.round_seconds,
-        )
-        self.storage.keep_update(manifest, storing.result)
-        if self._releases is not None:
-            self._releases.stored(action.sequence)
-        if self.mask_file is not None:
-            self.mask_file.use(action.sequence)
-        if sent is not None and (sent[0].size or not end.size):
-            self._last_update = digest, *sent
-        if self.setup.background and self.replica is not None:
-            self.replica.continue_from(end, self._channel_store.correction(action.correction_key))
-        self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
+            storing = background.submit(self._keep_state, action)
+            begun = time.monotonic()
+            end = self._end(action)
+            replica = self._replica() if self.replica is not None else None
+            manifest = self.own_updates.make(end, replica, action, storing)
+            if self.setup.background and replica is not None:
+                replica.continue_from(end, self._channel_store.correction(action.correction_key))
+            self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
         return OwnUpdateStored(manifest)
 
     def _end(self, action: StoreOwnUpdate) -> Vector:
@@ -460,98 +387,20 @@ class ActionExecutor:
         end = self._first_model(action.model_key) if action.sequence == 0 else None
         return self._vector(action.model_key, "model") if end is None else end
 
-    @property
-    def _sends_privately(self) -> bool:
-        return self._scale is not None or self._releases is not None
-
-    def _plain_update(self, end: Vector, action: StoreOwnUpdate) -> _Made | None:
-        """Return an update that holds the change as it is, made block by block while it is written; None: it is to be
-        encoded."""
-        replica = self._replica()
-        replica.codec = self.codec_wanted
-        changes = replica.plain_update(end, action.sequence, last=action.last)
-        if changes is None:
-            return None
-        self._checkpoints.settle(written=True)
-        self._last_update = None
-
-        def checked() -> Iterator[Vector]:
-            for block, change in changes:
-                if not _all_finite(block):
-                    self._check_finite(end, action.sequence)
-                yield change
-
-        facts = {"sequence": action.sequence, "weight": action.weight, "codec": replica.codec.mark}
-        return *framing.encode_blocks("delta", end.size, checked(), facts), None
-
-    def _coded_update(self, end: Vector, action: StoreOwnUpdate) -> _Made:
-        """Return an update that is encoded as a whole."""
-        facts = {"sequence": action.sequence, "weight": action.weight}
-        codec: Codec
-        tensors: Tensors
-        if self.replica is not None and self._scale is not None:
-            tensors, codec, sent = self._masked_update(end, action.sequence)
-        elif self.replica is None:
-            # The initial model is sent whole.
-            codec = Float32()
-            tensors, sent = {**codec.encode(end), **self._layout_tensors()}, (end, slice(None), True)
-        else:
-            made = self._encoded_update(end, action.sequence, last=action.last)
-            tensors, codec = made.tensors, made.codec
-            sent = made.sent, made.part, made.whole
-            if made.part != slice(None):
-                facts |= {"from": made.part.start, "to": made.part.stop}
-            if made.whole:
-                facts[WHOLE] = 1
-        pieces = framing.encode(tensors, {**facts, "codec": codec.mark})
-        return sum(piece.nbytes for piece in pieces), pieces, sent
-
-    def _releasable(self, end: Vector, action: StoreOwnUpdate) -> Vector:
-        """Return the model that a round ended with, as others may see it: finite, and private where that is asked."""
-        self._check_finite(end, action.sequence)
-        if self._releases is not None:
-            self._releases.check(self.storage.layout)
-            if self.replica is not None and action.sequence > 0:
-                end = self._releases.released(end, self.replica.start, action.sequence)
-        return end
-
-    def _encoded_update(self, end: Vector, sequence: int, *, last: bool) -> OwnUpdate:
-        """Encode what the round has changed, and keep what a lossy codec has left out."""
-        replica = self._replica()
-        self._checkpoints.settle(written=True)
-        replica.codec = self.codec_wanted
-        buffer, self._last_update = self._last_update[1] if self._last_update is not None else None, None
-        made = replica.own_update(end, sequence, last=last, buffer=buffer, decoded=False)
-        residual = replica.state.residual
-        if residual is not None and not self.setup.background:
-            self.storage.keep_residual(sequence, residual)
-        return made
-
-    def _masked_update(self, end: Vector, sequence: int) -> tuple[Tensors, Codec, tuple[Vector, slice, bool]]:
-        """Return our masked update, its codec, and that its values are not kept."""
-        if self.masks is None or self._scale is None or self.mask_file is None:
-            raise GeofedError("INTERNAL", "the mask keys of other regions are not known")
-        self.mask_file.check(sequence)
-        replica, self._last_update = self._replica(), None
-        tensors = replica.masked_update(end, sequence, self._scale, self.masks)
-        if (residual := replica.state.residual) is not None:
-            self.storage.keep_residual(sequence, residual)
-        return tensors, first_codec(self.setup.masked, sequence), (_NOTHING, slice(None), False)
-
     def _keep_state(self, action: StoreOwnUpdate) -> None:
         if action.state_key:
             self._channel_store.take_state(action.sequence, action.state_key)
 
     def _apply(self, action: MergeUpdates, attempt: int) -> UpdatesMerged:
         if self.replica is None:
-            made, self._last_update = self._last_update, None
+            made, self.own_updates.last = self.own_updates.last, None
             first = action.manifests[0]
             if made is not None and made[0] == first.digest:
                 delta = made[1]
             else:
                 self._check_layout(first)
                 delta = self._decoded(first)[0]
-            if not _finite(delta):
+            if not is_finite(delta):
                 raise GeofedError("FRAME_INVALID", "the model that the job begins with is not finite")
             begin = np.array(delta)
             self.replica = Replica(self._policy, self._exchange, self._codec, ReplicaState(begin, begin), owned=True)
@@ -609,8 +458,8 @@ class ActionExecutor:
 
     def _contribution(self, manifest: Manifest, staleness: int, number: int) -> Contribution:
         """Decode an update for a merge. ``number`` is its position in the merge, and selects its buffer."""
-        if self._last_update is not None and self._last_update[0] == manifest.digest:
-            _, delta, part, is_whole = self._last_update
+        if (last := self.own_updates.last) is not None and last[0] == manifest.digest:
+            _, delta, part, is_whole = last
         else:
             frame = framing.decode(self.storage.update(manifest))
             shape = shape_of(frame, self.storage.layout)
@@ -720,21 +569,6 @@ class ActionExecutor:
         # must not be computed again.
         self._channel_store.publish_correction(key)
         return key
-
-
-def _framed(tensors: Tensors, facts: Mapping[str, float]) -> FramedUpdate:
-    pieces = framing.encode(tensors, facts)
-    return FramedUpdate(pieces, sum(piece.nbytes for piece in pieces), framing.digest_of(pieces))
-
-
-def _finite(vector: Vector) -> bool:
-    return all(_all_finite(vector[part]) for part in windows(vector.size, vector))
-
-
-def _all_finite(vector: Vector) -> bool:
-    # If the sum of squares is finite, all elements are; if not, it may only have overflowed.
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(np.dot(vector, vector)) or np.isfinite(vector).all())
 
 
 def _after(recovered: Recovered, entry: MergeUpdates) -> Recovered:

@@ -30,9 +30,9 @@ With synchronous exchange every merge writes a checkpoint. With background excha
 so checkpoints are written only from time to time, concurrently with other work. When one is begun, the log continues in
 a new file; the older log files stay until the checkpoint is durable.
 
-Large files are not deleted but overwritten, unless something still reads them (`sync.store.BufferPool`), because
-allocating the page cache and the disk blocks of a new file is what a file of a model's size mostly costs. A large
-checkpoint that the exchange waits for passes by the page cache, and is deleted. Only what no recovery needs is
+Large files are overwritten instead of deleted, unless something still reads them (`sync.channel_clients.BufferPool`):
+most of the cost of a file of a model's size is allocating page cache and disk blocks. A large checkpoint that the
+exchange waits for bypasses the page cache, and is deleted. Only what no recovery needs is
 overwritten. If the machine crashes before the end of the old name is durable, that name may be of
 other content: a checkpoint has its digest in its name, and an update is compared with its manifest's digest before a
 merge.
@@ -49,16 +49,13 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import numpy as np
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import (
-    begin_write,
-    commit_write,
     disk_full_as_error,
     flush_folder,
     write_blocks_durably,
@@ -66,28 +63,32 @@ from geofed_pb.files.durable import (
     write_unflushed,
 )
 from sync import framing
-from sync.histograms import Histogram
+from sync.channel_clients import BufferPool
+from sync.file_transfer.manifest import Manifest
 from sync.layout import Layout, Vector
 from sync.mapped_files import map_file
 from sync.ps.config import OWN_MODEL
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreMetrics
 from sync.ps.core.machine import Recovered, Setup
+from sync.ps.execution import checkpoint_file
+from sync.ps.execution.checkpoint_file import (
+    PendingCheckpoint,
+    checksum,
+    ended_round_of,
+    numbers_named,
+    read_checkpoint,
+)
 from sync.ps.execution.frames import check_received
+from sync.ps.execution.records import Entry, entry_of, metrics_of, stored_manifests
 from sync.ps.execution.replica import ReplicaState
-from sync.ps.execution.threads import background_thread
-from sync.store import BufferPool
-from sync.transfer.manifest import Manifest
 
-__all__ = ["Entry", "PendingCheckpoint", "Storage", "correction_key"]
+__all__ = ["Storage"]
 
 _log = logging.getLogger("geofed.ps")
 _KEPT_CHECKPOINTS = 2
 """Checkpoints on disk: if the newest one is damaged, the merges since the one before it are repeated."""
 _KEPT_ROUNDS = 4
 """Models of evaluated rounds on disk. The control plane fetches one soon after its evaluation, if it wants it."""
-_DIRECT_BYTES = 16 << 20
-"""Checkpoints from this size on are written past the page cache where the exchange waits for them: they are hardly ever
-read, and neither a copy nor new pages of the page cache are needed. A choice."""
 _HASHED_BYTES = 1 << 20
 """Bytes of an update that are hashed and then written, so that they are still in the CPU's cache. A choice."""
 _MEMORY = "memory/"
@@ -101,9 +102,6 @@ _Key = tuple[str, int, str]
 
 _BOOT = "boot"
 """Name, in the file of a residual, of the id of the machine's start in which it was written."""
-
-Entry = LogRoundEnd | MergeUpdates | Restart
-"""One line of the log."""
 
 
 class Storage:
@@ -162,21 +160,21 @@ class Storage:
                 newest[number] = part
 
     def _recover(self) -> tuple[Recovered, ReplicaState | None, list[Entry]]:
-        inbox = tuple(_manifests(sorted(self.folder.glob("inbox/*/*.json"))))
-        outbox = tuple(_manifests(sorted(self.folder.glob("outbox/*.json"))))
+        inbox = tuple(stored_manifests(sorted(self.folder.glob("inbox/*/*.json"))))
+        outbox = tuple(stored_manifests(sorted(self.folder.glob("outbox/*.json"))))
         with contextlib.suppress(FileNotFoundError):
             self.layout = Layout.from_json((self.folder / "layout.json").read_text())
         metrics = None
         with contextlib.suppress(FileNotFoundError):
-            metrics = _metrics_of(json.loads((self.folder / "metrics.json").read_text()))
+            metrics = metrics_of(json.loads((self.folder / "metrics.json").read_text()))
         base = Recovered(inbox=inbox, outbox=outbox, metrics=metrics)
         damaged: list[int] = []
         replica_state: ReplicaState | None = None
         for version, path in sorted(self._checkpoints(), reverse=True):
-            if (frame := _whole(path)) is None:
+            if (frame := read_checkpoint(path)) is None:
                 damaged.append(version)
                 continue
-            self._marks[version] = marks = _named(frame, _MARK)
+            self._marks[version] = marks = numbers_named(frame, _MARK)
             if replica_state is None:
                 base, replica_state = self._of_checkpoint(base, frame, version, marks)
         if not self._setup.background:
@@ -207,10 +205,10 @@ class Storage:
             applied=int(facts["applied"]),
             model_digest=framing.digest_of([model.data.cast("B")]),
             marks=tuple(sorted((name, mark) for name, mark in marks.items() if name != self._setup.region)),
-            lasts=tuple(sorted(_named(frame, _LAST))),
+            lasts=tuple(sorted(numbers_named(frame, _LAST))),
             ends=int(facts.get("ends", 0)),
             attempt=int(facts.get("attempt", 1)),
-            ended=_ended_of(facts) if self._setup.background and sequence > 0 else None,
+            ended=ended_round_of(facts) if self._setup.background and sequence > 0 else None,
         )
         return recovered, replica_state
 
@@ -258,7 +256,7 @@ class Storage:
         except (GeofedError, KeyError, ValueError) as error:
             raise GeofedError("STATE_INVALID", f"another region's checkpoint is damaged: {error}") from None
         rest = {name: array for name, array in frame.tensors.items() if name != "model"}
-        whole = framing.digest_of([model.data.cast("B")]) == digest and frame.facts.get("memory_crc") == _crc(rest)
+        whole = framing.digest_of([model.data.cast("B")]) == digest and frame.facts.get("memory_crc") == checksum(rest)
         if not whole or model.size != layout.size:
             raise GeofedError("STATE_INVALID", "another region's checkpoint is damaged")
         self.keep_layout(layout)
@@ -325,7 +323,7 @@ class Storage:
         path = self.folder / f"round-{sequence}.frame"
         try:
             with path.open("wb") as file:
-                file.writelines(framing.encode({"model": model}, {"crc": _crc({"model": model})}))
+                file.writelines(framing.encode({"model": model}, {"crc": checksum({"model": model})}))
         except OSError as error:
             _log.warning("the model of round %d is not kept: %s", sequence, error)
             path.unlink(missing_ok=True)
@@ -337,7 +335,7 @@ class Storage:
         with contextlib.suppress(FileNotFoundError, GeofedError, KeyError, ValueError):
             frame = framing.decode(map_file(self.folder / f"round-{sequence}.frame"))
             model = np.array(frame.tensors["model"], np.float32)
-            return model if frame.facts["crc"] == _crc({"model": model}) else None
+            return model if frame.facts["crc"] == checksum({"model": model}) else None
         return None
 
     def _rounds(self) -> set[int]:
@@ -397,8 +395,7 @@ class Storage:
         machine has started."""
         with contextlib.suppress(FileNotFoundError):
             tensors = framing.decode(map_file(self.folder / f"residual-{sequence}.frame")).tensors
-            # Without an id, an earlier version has flushed it.
-            if _BOOT not in tensors or np.asarray(tensors[_BOOT], np.uint8).tobytes() == _boot_id():
+            if np.asarray(tensors[_BOOT], np.uint8).tobytes() == _boot_id():
                 return np.array(tensors["residual"], np.float32)
         return None
 
@@ -455,7 +452,7 @@ class Storage:
         for old, path in self._checkpoints():
             if old <= version:
                 # Of one that was written past the page cache, nothing is worth to be used again.
-                if not self._setup.background and path.stat().st_size >= _DIRECT_BYTES:
+                if not self._setup.background and path.stat().st_size >= checkpoint_file.DIRECT_BYTES:
                     path.unlink()
                 else:
                     self._drop(path)
@@ -518,7 +515,7 @@ class Storage:
                 crc, _, body = line.partition(b" ")
                 if f"{zlib.crc32(body):08x}".encode() != crc:
                     break
-                found.append(_entry(json.loads(body)))
+                found.append(entry_of(json.loads(body)))
                 whole += len(line) + 1
             if whole < path.stat().st_size:
                 os.truncate(path, whole)
@@ -596,78 +593,6 @@ class Storage:
         write_durably(path, [json.dumps(asdict(manifest)).encode()])
 
 
-@dataclass(frozen=True)
-class PendingCheckpoint:
-    """A checkpoint that is not durable yet. Call ``store``, or ``write`` and then ``flush`` from any one thread."""
-
-    folder: Path
-    buffer_pool: BufferPool
-    version: int
-    marks: dict[str, int]
-    """Watermark of every region."""
-    model: Vector
-    rest: dict[str, framing.Array]
-    """All other tensors, by their name in the file."""
-    facts: dict[str, float]
-    written: list[tuple[Path, BinaryIO]] = field(default_factory=list)
-    """Final path, and the open file under its temporary name, between ``write`` and ``flush``."""
-
-    def store(self) -> str:
-        """Make the file durable and return the model's digest."""
-        if self.model.nbytes < _DIRECT_BYTES:
-            digest = self.write()
-            self.flush()
-            return digest
-        path = self.folder / f"checkpoint-{self.version}.frame"
-        with background_thread() as background:
-            hashing = background.submit(self._digest)
-            file = begin_write(path, self._pieces(), direct=True)
-            digest = hashing.result()
-        commit_write(path, file, final=self._path(digest))
-        return digest
-
-    def write(self) -> str:
-        """Write the file and return the model's digest. The vectors must not change until this returns."""
-        digest = self._digest()
-        self.written.append(
-            (self._path(digest), begin_write(self._path(digest), self._pieces(), self.buffer_pool.take))
-        )
-        return digest
-
-    def _digest(self) -> str:
-        return framing.digest_of([np.ascontiguousarray(self.model).data.cast("B")])
-
-    def _pieces(self) -> list[memoryview]:
-        return framing.encode({"model": self.model, **self.rest}, {**self.facts, "memory_crc": _crc(self.rest)})
-
-    def _path(self, digest: str) -> Path:
-        return self.folder / f"checkpoint-{self.version}-{digest.removeprefix('sha256:')}.frame"
-
-    def flush(self, *, throttled: bool = False) -> None:
-        """Make the file durable; ``throttled``: in small pieces, so that other writes to the disk hardly wait for
-        it."""
-        commit_write(*self.written.pop(), throttled=throttled)
-
-
-def _whole(path: Path) -> framing.Frame | None:
-    """Return the checkpoint in a file, or None if it is damaged."""
-    try:
-        frame = framing.decode(map_file(path))
-        digest = framing.digest_of([np.asarray(frame.tensors["model"], np.float32).data.cast("B")])
-    except (GeofedError, KeyError, ValueError):
-        return None
-    whole = digest.removeprefix("sha256:") == path.stem.rpartition("-")[2]
-    rest = {name: array for name, array in frame.tensors.items() if name != "model"}
-    return frame if whole and frame.facts.get("memory_crc") == _crc(rest) else None
-
-
-def _crc(tensors: Mapping[str, framing.Array]) -> int:
-    crc = 0
-    for name, array in sorted(tensors.items()):
-        crc = zlib.crc32(np.ascontiguousarray(array).data.cast("B"), zlib.crc32(name.encode(), crc))
-    return crc
-
-
 def _boot_id() -> bytes:
     """Return what tells the machine's starts apart; empty where the system has nothing of the kind."""
     with contextlib.suppress(OSError):
@@ -677,52 +602,3 @@ def _boot_id() -> bytes:
 
 def _key_of(manifest: Manifest) -> _Key:
     return manifest.region, manifest.sequence, manifest.digest
-
-
-def _manifests(paths: list[Path]) -> Iterator[Manifest]:
-    for path in paths:
-        if path.with_suffix(".frame").exists():
-            yield _manifest(json.loads(path.read_text()))
-
-
-def _manifest(values: dict[str, Any]) -> Manifest:
-    seen = tuple((str(region), int(sequence)) for region, sequence in values.get("seen", ()))
-    return Manifest(**{**values, "seen": seen})
-
-
-def _metrics_of(values: dict[str, Any]) -> StoreMetrics:
-    # A server of an earlier version has stored none.
-    held = values.get("histograms", {}).items()
-    histograms = {
-        name: Histogram(tuple(one["edges"]), tuple(one["categories"]), tuple(one["counts"]), one["withheld"])
-        for name, one in held
-    }
-    return StoreMetrics(**{**values, "histograms": histograms})
-
-
-def _entry(values: dict[str, Any]) -> Entry:
-    if "end" in values:
-        return LogRoundEnd(**values["end"])
-    if "restart" in values:
-        return Restart(**values["restart"])
-    merge = values["merge"]
-    pairs = tuple((region, mark) for region, mark in merge["watermarks"])
-    manifests = tuple(_manifest(manifest) for manifest in merge["manifests"])
-    known = {"watermarks": pairs, "manifests": manifests}
-    return MergeUpdates(**{**merge, **known, "lasts": tuple(merge["lasts"]), "staleness": tuple(merge["staleness"])})
-
-
-def _named(frame: framing.Frame, prefix: str) -> dict[str, int]:
-    return {name.removeprefix(prefix): int(value) for name, value in frame.facts.items() if name.startswith(prefix)}
-
-
-def _ended_of(facts: Mapping[str, float]) -> LogRoundEnd:
-    """Return what a checkpoint states about the last ended round; the fields that recovery does not use are empty."""
-    step, until, correction = int(facts["ended_step"]), int(facts["until_step"]), int(facts["correction"])
-    key = correction_key(correction) if correction >= 0 else ""
-    return LogRoundEnd(int(facts["sequence"]), "", "", 0.0, step, key, until, bool(facts.get("ended_last", 0)))
-
-
-def correction_key(version: int) -> str:
-    """Return the channel key of the correction that workers add to their model after a merge."""
-    return f"correction/{version}"

@@ -20,7 +20,7 @@ from support.jobs import call, invocation
 from support.pki import Authority
 from support.server_process import Server, wait_until
 
-from sync.transport.sockets import Tls
+from sync.tcp_streams.sockets import Tls
 
 BENCH = Path(__file__).resolve().parents[1]
 LONG_SECONDS = 100_000.0

@@ -98,8 +98,8 @@ def test_a_regions_own_log_tells_the_same_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"told": {"train": f"hmac-sha256:{'0b' * 32}"}}, "tells other data of job job"),
-        ({"told": {}}, "tells other data of job job"),
+        ({"told": {"train": f"hmac-sha256:{'0b' * 32}"}}, "states other data of job job"),
+        ({"told": {}}, "states other data of job job"),
         ({"has_head": False}, "job has no head of the log of region oslo"),
         ({"of_region": (OF_REGION[0], {**OF_REGION[1], "data": {}})}, "differs from what a witness"),
         ({"of_region": OF_REGION[:1]}, "are missing: a witness has received a head with them"),
@@ -134,10 +134,10 @@ def test_a_job_that_has_failed_is_told(tmp_path: Path) -> None:
     ("wrong", "text"),
     [
         ({"federation": "south"}, "is of federation south, job of north"),
-        ({"state": "failed"}, "tells another code or end of job job"),
-        ({"entries": ({**ENTRIES[0], "code": "sha256:00"}, ENTRIES[1])}, "tells another code or end"),
-        ({"entries": ENTRIES[1:]}, "tells another code or end"),
-        ({"entries": ({**ENTRIES[0], "job": "other"}, ENTRIES[1])}, "tells another code or end"),
+        ({"state": "failed"}, "states another code or end of job job"),
+        ({"entries": ({**ENTRIES[0], "code": "sha256:00"}, ENTRIES[1])}, "states another code or end"),
+        ({"entries": ENTRIES[1:]}, "states another code or end"),
+        ({"entries": ({**ENTRIES[0], "job": "other"}, ENTRIES[1])}, "states another code or end"),
         ({"entries": (ENTRIES[0], {**ENTRIES[1], "model": None})}, "has no end of job job with this model"),
     ],
 )

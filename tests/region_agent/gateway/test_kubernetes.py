@@ -33,7 +33,7 @@ from support.pki import Authority
 from region_agent.gateway.embedded.cluster.api import RIGHTS
 from region_agent.gateway.embedded.cluster.manifests import ObjectOwner, job_of, secret_of
 from region_agent.gateway.embedded.cluster.pods import judge, refusal
-from region_agent.gateway.embedded.dialled import Dialled
+from region_agent.gateway.embedded.dialled import DialledConnections
 from tests.region_agent.gateway.conftest import HANDLERS, Embedded, Target, open_target, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.processes]
@@ -299,7 +299,7 @@ async def test_a_job_without_a_secret_of_a_function_that_is_gone_is_deleted(clus
 
 
 async def test_only_the_replica_that_is_expected_may_connect() -> None:
-    dialled = Dialled(lambda _: None)
+    dialled = DialledConnections(lambda _: None)
     await dialled.start("127.0.0.1", 0)
     dial = dialled.expect("one")
     try:
@@ -312,7 +312,7 @@ async def test_only_the_replica_that_is_expected_may_connect() -> None:
             with pytest.raises(OSError):
                 await asyncio.to_thread(wrong.connect, context)
         # Another certificate than the one that was given is not trusted.
-        other = Dialled(lambda _: None)
+        other = DialledConnections(lambda _: None)
         await other.start("127.0.0.1", 0)
         strange = ssl.create_default_context(cadata=other.expect("one").certificate)
         with pytest.raises(ssl.SSLCertVerificationError):
@@ -331,7 +331,7 @@ async def test_only_the_replica_that_is_expected_may_connect() -> None:
 @pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"], ids=["same-address", "another-address"])
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "tcp"])
 async def test_connections_that_say_nothing_keep_no_replica_out(source: str, tls: bool) -> None:
-    dialled = Dialled(lambda _: None)
+    dialled = DialledConnections(lambda _: None)
     await dialled.start("127.0.0.1", 0)
     dial = dialled.expect("one")
     context = ssl.create_default_context(cadata=dial.certificate)
@@ -357,7 +357,7 @@ async def test_connections_that_say_nothing_keep_no_replica_out(source: str, tls
 
 
 async def test_the_address_with_the_most_silent_connections_loses_its_oldest() -> None:
-    dialled = Dialled(lambda _: None)
+    dialled = DialledConnections(lambda _: None)
     await dialled.start("127.0.0.1", 0)
     dial = dialled.expect("one")
     host, port = dial.address.split(":")

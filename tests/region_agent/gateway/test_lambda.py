@@ -37,8 +37,8 @@ from botocore import xform_name
 from support.lambda_service import IMAGE, ROLE, Refusal, Service, _Function, function_command
 
 from region_agent.gateway.embedded.config import Config
-from region_agent.gateway.embedded.dialled import Dialled
-from region_agent.gateway.embedded.replica_table import Aged, Expired, ScaleFunction
+from region_agent.gateway.embedded.dialled import DialledConnections
+from region_agent.gateway.embedded.replica_table import Expired, ReplicaNearTimeLimit, ScaleFunction
 from region_agent.gateway.embedded.replicas.running import Running
 from region_agent.gateway.embedded.serverless import provider as provider_module
 from region_agent.gateway.embedded.serverless.api import Hosted, NoFunction
@@ -61,14 +61,14 @@ server.serve_forever()
 
 SILENCE = f"""
 import asyncio, json, subprocess, threading, time
-from region_agent.gateway.embedded.dialled import Dialled, Listener
+from region_agent.gateway.embedded.dialled import DialledConnections, Listener
 
 def loopback(state):
     subprocess.run(["ip", "link", "set", "lo", state], check=True)
 
 async def main():
     loopback("up")
-    dialled = Dialled(lambda _: None)
+    dialled = DialledConnections(lambda _: None)
     await dialled.start("127.0.0.1", 0)
     dial = dialled.expect("one", Listener(lambda _: None, lambda *_: None))
     connections = {{one: await asyncio.to_thread(dial.connect, dial.context) for one in ("idle", "sending")}}
@@ -285,12 +285,12 @@ async def test_replicas_that_started_together_are_replaced_one_after_the_other(
         Config(state_dir=tmp_path, serverless=LambdaGateway.model_validate(SETTINGS), owner="m")
     )
     (tmp_path / "r").mkdir()
-    due: dict[type, list[float]] = {Aged: [], Expired: []}
+    due: dict[type, list[float]] = {ReplicaNearTimeLimit: [], Expired: []}
     monkeypatch.setattr(provider, "_after", lambda wait, _, event: due[type(event)].append(wait))
     for number in range(16):
         running = Running.create(f"a-{number}", FunctionSpec("a", IMAGE), provider.config, None)
         provider._replace_in_time(running, 700.0)
-    aged = sorted(due[Aged])
+    aged = sorted(due[ReplicaNearTimeLimit])
     assert set(due[Expired]) == {700.0}
     assert 0.74 * 690 < aged[0] < aged[-1] < 690
     # A start takes 20 s.
@@ -830,7 +830,7 @@ async def test_a_second_process_of_a_replica_is_not_expected() -> None:
 
     parts: list[bytes] = []
     ends: list[tuple[str, str]] = []
-    dialled = Dialled(lambda _: None)
+    dialled = DialledConnections(lambda _: None)
     await dialled.start("127.0.0.1", 0)
     try:
         dial = dialled.expect("one", Listener(parts.append, lambda reason, text: ends.append((reason, text))))

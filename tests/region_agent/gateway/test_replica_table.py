@@ -13,17 +13,17 @@ from support.budget import budget
 from geofed_pb.platforms import EDITIONS, Edition
 from region_agent.gateway import FunctionSpec, fixed_scale_labels
 from region_agent.gateway.embedded.replica_table import (
-    Aged,
     CallEnded,
     CallStarted,
-    Condemned,
     DeleteFunction,
     Deploy,
     Expired,
     FunctionTable,
     LimitDrain,
+    OverLimit,
     Refused,
     ReplicaExited,
+    ReplicaNearTimeLimit,
     ReplicaReady,
     RestartDue,
     RestartLater,
@@ -138,8 +138,8 @@ def test_pick_takes_the_least_loaded_and_refuses_beyond_max_inflight() -> None:
 def test_condemned_replica_gets_no_call_and_is_replaced_at_once() -> None:
     table, (name,) = table_with(1)
     table.handle(CallStarted(name))
-    (replacement,) = started(table.handle(Condemned(name)))
-    assert table.handle(Condemned(name)) == []
+    (replacement,) = started(table.handle(OverLimit(name)))
+    assert table.handle(OverLimit(name)) == []
     assert table.pick("f", 9) is None
     assert table.handle(CallEnded(name)) == [StopReplica(name)]
     assert table.handle(ReplicaExited(name)) == []
@@ -150,8 +150,8 @@ def test_condemned_replica_gets_no_call_and_is_replaced_at_once() -> None:
 def test_an_aged_replica_serves_until_its_successor_is_ready_and_ends_its_calls_in_their_own_time() -> None:
     table, (old,) = table_with(1)
     table.handle(CallStarted(old))
-    (new,) = started(table.handle(Aged(old)))
-    assert table.handle(Aged(old)) == []
+    (new,) = started(table.handle(ReplicaNearTimeLimit(old)))
+    assert table.handle(ReplicaNearTimeLimit(old)) == []
     assert table.pick("f", 9) == old
     # No limit of the time for its call.
     assert table.handle(ReplicaReady(new)) == []
@@ -163,7 +163,7 @@ def test_an_aged_replica_serves_until_its_successor_is_ready_and_ends_its_calls_
 
 def test_each_successor_takes_the_place_of_one_aged_replica_as_soon_as_it_is_ready() -> None:
     table, old = table_with(3)
-    new = [one for name in old for one in started(table.handle(Aged(name)))]
+    new = [one for name in old for one in started(table.handle(ReplicaNearTimeLimit(name)))]
     for number in range(3):
         assert table.handle(ReplicaReady(new[number])) == [StopReplica(old[number])]
         assert table.available("f") == 3
@@ -174,7 +174,7 @@ def test_each_successor_takes_the_place_of_one_aged_replica_as_soon_as_it_is_rea
 def test_an_expired_replica_gets_no_call_although_its_successor_is_missing() -> None:
     table, (busy, idle) = table_with(2)
     table.handle(CallStarted(busy))
-    assert len(started(table.handle(Aged(busy)))) == 1
+    assert len(started(table.handle(ReplicaNearTimeLimit(busy)))) == 1
     assert table.handle(Expired(busy)) == []
     assert table.pick("f", 9) == idle
     actions = table.handle(Expired(idle))
@@ -235,7 +235,7 @@ def test_whatever_happens_the_table_comes_back_to_what_is_wanted(steps) -> None:
             case "ready" if alive:
                 take(table.handle(ReplicaReady(alive[number % len(alive)])))
             case "aged" if alive:
-                take(table.handle(Aged(alive[number % len(alive)])))
+                take(table.handle(ReplicaNearTimeLimit(alive[number % len(alive)])))
             case "expired" if alive:
                 take(table.handle(Expired(alive[number % len(alive)])))
             case "exit" if alive:

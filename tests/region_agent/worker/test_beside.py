@@ -18,7 +18,7 @@ from geofed_pb.v1 import worker_pb2
 from region_agent.worker import loop
 from region_agent.worker.ps_client import SliceOver
 from sync import framing
-from sync.store import FileChannel
+from sync.channel_clients import FileChannel
 
 pytestmark = pytest.mark.processes
 

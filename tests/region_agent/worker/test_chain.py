@@ -21,9 +21,9 @@ from geofed_pb.v1 import sync_pb2
 from region_agent.worker.data.shard import BatchStream
 from region_agent.worker.invocation import Schedule, Stretch
 from sync import framing
+from sync.channel_clients import FileChannel
 from sync.layout import Vector
 from sync.seeding import seed_all
-from sync.store import FileChannel
 
 pytestmark = pytest.mark.processes
 

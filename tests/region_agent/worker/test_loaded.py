@@ -16,7 +16,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker import handler
 from region_agent.worker.invocation import ShardFile
 from region_agent.worker.task import TaskModule
-from sync.store import FileChannel
+from sync.channel_clients import FileChannel
 
 TASK = LINEAR_TASK.replace("def model(config):\n", "def model(config):\n    assert SEEN\n") + (
     "\nSEEN = []\n_plain = dataset\n\n\ndef dataset(uri, split, config):\n    SEEN.append(split)\n"

@@ -21,6 +21,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker import loop
 from region_agent.worker.data.shard import BatchStream
 from sync import framing
+from sync.channel_clients import FileChannel
 from sync.flat import FlatModel
 from sync.layout import LOCAL, Layout
 from sync.local_tensors import local_names
@@ -28,7 +29,6 @@ from sync.ps.config import OWN_MODEL
 from sync.ps.execution.base import BaseFiles
 from sync.ps.execution.export import LOCAL_FACT, from_safetensors, to_safetensors
 from sync.seeding import reseed, seed_all
-from sync.store import FileChannel
 
 STEPS, ROUNDS, BATCH, SEED = 3, 3, 8, 5
 PATTERNS = ("*.bn.*", "head.*")

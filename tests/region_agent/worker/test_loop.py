@@ -18,7 +18,7 @@ from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.ps_client import SliceOver
 from region_agent.worker.training import trainer
 from sync import framing
-from sync.store import FileChannel
+from sync.channel_clients import FileChannel
 
 
 class Script:

@@ -17,9 +17,9 @@ from region_agent.worker.invocation import Invocation
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training import merging
 from region_agent.worker.training.merging import Fenced, Merging, PeerTimeout, merging_for
+from sync.channel_clients import FileChannel, fence_key
 from sync.collective import ChannelCosts
 from sync.flat import FlatModel
-from sync.store import FileChannel, fence_key
 
 CHEAP = asdict(ChannelCosts(1e-4, 1e-4, 1e9, 1e9))
 SLOW = asdict(ChannelCosts(0.1, 0.02, 1e8, 1e8))

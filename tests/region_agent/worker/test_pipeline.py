@@ -26,9 +26,9 @@ from region_agent.worker import handler
 from region_agent.worker.data.shard import BatchStream
 from region_agent.worker.invocation import Outcome, Schedule
 from sync import chunked_values
+from sync.channel_clients import FileChannel, fence_key
 from sync.layout import Vector
 from sync.pipeline import Layers
-from sync.store import FileChannel, fence_key
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 

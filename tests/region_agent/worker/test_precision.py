@@ -26,9 +26,9 @@ from region_agent.worker.task import TaskModule
 from region_agent.worker.training import loss_scale
 from region_agent.worker.training.loss_scale import LossScale
 from region_agent.worker.training.merging import merging_for
+from sync.channel_clients import FileChannel
 from sync.flat import FlatModel
 from sync.seeding import reseed, seed_all
-from sync.store import FileChannel
 
 STEPS, ROUNDS, BATCH, SEED = 3, 3, 8, 5
 TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -18,7 +18,7 @@ from support.jobs import LINEAR_TASK, pack, write_samples
 from region_agent.worker.handler import handle
 from region_agent.worker.invocation import ClientRounds, Outcome, ShardFile
 from region_agent.worker.profile_call import ProfileCall, Profiled
-from sync.store import FileChannel
+from sync.channel_clients import FileChannel
 
 CANARY = 31337.4375
 

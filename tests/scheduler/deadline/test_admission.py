@@ -115,17 +115,17 @@ def test_nobody_has_what_is_not_there_and_what_is_held_does_the_work_in_time(
         if held is None or held.late:
             continue
         if held.end_s > job.deadline_s + 1e-6:
-            # What is held counts more pauses than there will be; where it is not late even so, the course is not.
+            # What is held counts more pauses than there will be; where it is not late even so, the schedule is not.
             assert course_work(job, held) >= job.work - 1e-6
             continue
         assert progress(job, held) >= job.work * (1 - 1e-9) - 1e-6
 
 
 def course_work(job: Gang, held: Reservation) -> float:
-    """Rounds done on the course by the deadline, each change with its pause."""
+    """Rounds done on the schedule by the deadline, each change with its pause."""
     done, last = 0.0, job.held
-    ends = [*(at for at, _ in held.course[1:]), job.deadline_s]
-    for (begin, pace), end in zip(held.course, ends, strict=True):
+    ends = [*(at for at, _ in held.schedule[1:]), job.deadline_s]
+    for (begin, pace), end in zip(held.schedule, ends, strict=True):
         pause = LIVE.overhead.base_s if pace not in (last, -1) else 0.0
         rate = job.paces[pace].rate if pace >= 0 else 0.0
         done, last = done + max(0.0, min(end, job.deadline_s) - begin - pause) * rate, pace
@@ -345,35 +345,35 @@ def test_one_that_cannot_run_at_all_keeps_nobody_from_beginning() -> None:
 
 
 def test_a_late_promise_goes_on_where_its_paces_have_become_fewer() -> None:
-    """A region that is out of reach leaves one pace; the course that was answered before is of the fourth of four."""
+    """A region that is out of reach leaves one pace; the schedule that was answered before is of the fourth of four."""
     able = gang("a", 100.0, 30.0, held=3)
     before = allot(0.0, room(east=4, west=4), [able], LIVE).held
-    assert before["a"].course == ((0.0, 3),)
+    assert before["a"].schedule == ((0.0, 3),)
     behind = replace(able, paces=able.paces[3:], held=0, wish=0, fixed=True, work=200.0)
     answer = allot(1.0, room(east=4, west=4), [behind], LIVE, before)
     assert answer.paces == {"a": 0}
     assert answer.late == {"a"}
-    assert answer.held["a"].course == ((1.0, 0),)
+    assert answer.held["a"].schedule == ((1.0, 0),)
     back = allot(2.0, room(east=4, west=4), [replace(able, work=200.0)], LIVE, answer.held)
     assert back.paces == {"a": 3}
 
 
 def test_what_was_held_is_read_in_workers_not_in_indices() -> None:
-    """As many paces as before, that mean other workers: of a course of 2 and then 4 in each region."""
+    """As many paces as before, that mean other workers: of a schedule of 2 and then 4 in each region."""
     job = gang("a", 100.0, 40.0, held=1)
-    held = Reservation((0.0, 5.0, 40.0), (1, 3), course=((0.0, 1), (5.0, 3), (9.0, -1)), ladder=job.paces)
+    held = Reservation((0.0, 5.0, 40.0), (1, 3), schedule=((0.0, 1), (5.0, 3), (9.0, -1)), ladder=job.paces)
     assert held.on(replace(job, work=1.0)) is held
     others = tuple(StaffingPace(dict.fromkeys(REGIONS, count), float(count)) for count in (2, 3, 5, 8))
     now = held.on(replace(job, paces=others))
-    assert now == Reservation((0.0, 5.0, 40.0), (0, 1), course=((0.0, 0), (5.0, 1), (9.0, -1)), ladder=others)
+    assert now == Reservation((0.0, 5.0, 40.0), (0, 1), schedule=((0.0, 0), (5.0, 1), (9.0, -1)), ladder=others)
     assert held.on(replace(job, paces=others[1:])) is None, "2 are too few for the slowest"
     assert replace(held, ladder=()).on(job) is None
 
 
-def test_what_is_fixed_and_runs_stays_whatever_its_course_was() -> None:
-    """The course of a job whose workers could change let it fall for another; now nobody can tell it to."""
+def test_what_is_fixed_and_runs_stays_whatever_its_schedule_was() -> None:
+    """The schedule of a job whose workers could change let it fall for another; now nobody can tell it to."""
     job = gang("a", 300.0, 60.0, held=3, least=2, most=5)
-    held = Reservation((0.0, 60.0), (3,), late=True, course=((0.0, 3), (0.5, 0)), ladder=job.paces)
+    held = Reservation((0.0, 60.0), (3,), late=True, schedule=((0.0, 3), (0.5, 0)), ladder=job.paces)
     stuck = replace(job, paces=job.paces[3:], held=0, wish=0, fixed=True)
     other = gang("b", 100.0, 50.0, held=-1)
     answer = allot(1.0, room(east=5, west=5), [stuck, other], LIVE, {"a": held})
@@ -389,7 +389,7 @@ def test_paces_may_become_others_from_one_answer_to_the_next(
     for job in later:
         now = before[job.name].on(job) if job.name in before else None
         if now is not None:
-            for (_, pace), (_, was) in zip(now.course, before[job.name].course, strict=True):
+            for (_, pace), (_, was) in zip(now.schedule, before[job.name].schedule, strict=True):
                 had = before[job.name].ladder[was].workers if was >= 0 else {}
                 assert all(count <= had.get(region, 0) for region, count in job.workers(pace).items())
     later = [replace(job, held=data.draw(st.integers(-1, len(job.paces) - 1))) for job in later]

@@ -15,15 +15,15 @@ from scheduler.deadline import (
     DeadlineJob,
     DeviceCapacity,
     Gang,
-    Kinds,
+    KindAllotment,
     Overhead,
     Reservation,
     Rules,
     SpeedCurve,
     StaffingPace,
     allot_kinds,
+    latest_exit,
     offer,
-    refuge,
 )
 from tests.scheduler.deadline.test_admission import CAPACITIES, gang, gangs, room
 
@@ -31,7 +31,7 @@ EXACT = Rules(Overhead(base_s=0.0, doubling_s=0.0), margin=0.0, kept_margin=0.0)
 RULES = replace(LIVE, overhead=Overhead(base_s=1.0, doubling_s=0.0), reserve_s=0.0, kept_reserve_s=0.0)
 
 
-def used(answer: Kinds, jobs: Sequence[Gang]) -> tuple[dict[str, int], dict[str, int]]:
+def used(answer: KindAllotment, jobs: Sequence[Gang]) -> tuple[dict[str, int], dict[str, int]]:
     """Workers that stay, and preemptible ones, by region."""
     totals: tuple[dict[str, int], dict[str, int]] = ({"east": 0, "west": 0}, {"east": 0, "west": 0})
     for job in jobs:
@@ -41,7 +41,7 @@ def used(answer: Kinds, jobs: Sequence[Gang]) -> tuple[dict[str, int], dict[str,
     return totals
 
 
-def going(job: Gang, answer: Kinds) -> Gang:
+def going(job: Gang, answer: KindAllotment) -> Gang:
     """The job as the answer leaves it."""
     pace = answer.pace(job.name)
     return replace(job, held=pace, preemptible=job.name in answer.preemptible and pace >= 0)
@@ -51,7 +51,7 @@ def test_a_job_with_slack_takes_preemptible_workers_and_leaves_them_at_the_last_
     paces = (StaffingPace({"east": 1, "west": 1}, 1.0), StaffingPace({"east": 2, "west": 2}, 1.5))
     job, now = Gang("job", paces, 100.0, 200.0), 0.0
     held: Mapping[str, Reservation] = {}
-    alone = refuge(
+    alone = latest_exit(
         DeadlineJob("job", {}, 100.0, 200.0), SpeedCurve((2, 4), (1.0, 1.5)), 0.0, EXACT.overhead, EXACT.kept_margin
     )
     while True:
@@ -164,7 +164,7 @@ def test_promises_are_kept_whatever_becomes_of_preemptible_workers(
             for name, job in there.items()
         }
         done_s = [max(now, ready[name]) + job.work / rates[name] for name, job in there.items() if rates[name]]
-        turning = [at for holding in held.values() for at in (*holding.times, *(at for at, _ in holding.course))]
+        turning = [at for holding in held.values() for at in (*holding.times, *(at for at, _ in holding.schedule))]
         until = min([now + 1.0, *(at for at in (*done_s, *turning, *turns) if at > now + 1e-9)])
         for name, job in list(there.items()):
             left = job.work - max(0.0, until - max(now, ready[name])) * rates[name]

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler import Staffed
-from scheduler.scaling import ScalingGoal, ScalingTuner, StepObservation, Terms, dealt, federated_terms
+from scheduler import RunningRegion
+from scheduler.scaling import (
+    ScalingGoal,
+    ScalingTuner,
+    StepCosts,
+    StepObservation,
+    federated_step_costs,
+    workers_by_region,
+)
 
 POOLS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9), min_size=1)
 
@@ -16,7 +23,7 @@ POOLS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9), min_size=1
 def test_everybody_is_dealt_out_and_more_are_never_fewer_anywhere(pool: dict[str, int]) -> None:
     most, before = sum(pool.values()), dict.fromkeys(pool, 1)
     for workers in range(len(pool), most + 1):
-        given_now = dealt(workers, pool)
+        given_now = workers_by_region(workers, pool)
         assert sum(given_now.values()) == workers
         assert all(before[region] <= given_now[region] <= pool[region] for region in pool)
         before = given_now
@@ -24,38 +31,39 @@ def test_everybody_is_dealt_out_and_more_are_never_fewer_anywhere(pool: dict[str
 
 
 def test_they_are_dealt_out_in_proportion() -> None:
-    assert dealt(6, {"east": 8, "west": 4}) == {"east": 4, "west": 2}
+    assert workers_by_region(6, {"east": 8, "west": 4}) == {"east": 4, "west": 2}
 
 
 @pytest.mark.parametrize("workers", [1, 7])
 def test_more_than_there_are_and_fewer_than_regions_are_refused(workers: int) -> None:
     with pytest.raises(ValueError, match="cannot be partitioned"):
-        dealt(workers, {"east": 4, "west": 2})
+        workers_by_region(workers, {"east": 4, "west": 2})
 
 
 def test_a_round_lasts_as_long_as_that_of_its_slowest_region_whoever_has_how_many() -> None:
-    east = Staffed("east", 4, 4, 32, 10, 320.0, 1e-5, 1e-6, merge_seconds=0.02)
-    west = Staffed("west", 2, 2, 32, 10, 160.0, 3e-5, 1e-6, merge_seconds=0.01)
-    terms = federated_terms([east, west], {"east": 4, "west": 2}, exchange_seconds=0.5)
+    east = RunningRegion("east", 4, 4, 32, 10, 320.0, 1e-5, 1e-6, merge_seconds=0.02)
+    west = RunningRegion("west", 2, 2, 32, 10, 160.0, 3e-5, 1e-6, merge_seconds=0.01)
+    step_costs = federated_step_costs([east, west], {"east": 4, "west": 2}, exchange_seconds=0.5)
     # West alone is slower with one worker; with two it merges as well.
-    assert terms.expected_seconds == pytest.approx((2.5, 2.5, 2.5, 2.5, 2.6, 2.6))
-    assert (terms.least, terms.most) == (2, 6)
-    assert terms.worker_usd_per_second == pytest.approx((4 * 1e-5 + 2 * 3e-5) / 6)
-    assert terms.usd_per_second == pytest.approx(2e-6)
+    assert step_costs.expected_seconds == pytest.approx((2.5, 2.5, 2.5, 2.5, 2.6, 2.6))
+    assert (step_costs.least, step_costs.most) == (2, 6)
+    assert step_costs.worker_usd_per_second == pytest.approx((4 * 1e-5 + 2 * 3e-5) / 6)
+    assert step_costs.usd_per_second == pytest.approx(2e-6)
 
 
 def test_steps_that_are_told_together_count_as_so_many() -> None:
     """A round's loss may be measured only now and then."""
-    terms = Terms((1.0,) * 8, worker_usd_per_second=1e-5, usd_per_second=1e-5, join_seconds=1.0)
-    tuners = {every: ScalingTuner(terms, ScalingGoal(0.5, None)) for every in (1, 3)}
+    step_costs = StepCosts((1.0,) * 8, worker_usd_per_second=1e-5, usd_per_second=1e-5, join_seconds=1.0)
+    tuners = {every: ScalingTuner(step_costs, ScalingGoal(0.5, None)) for every in (1, 3)}
     for every, tuner in tuners.items():
         for step in range(every, 61, every):
-            usd = step * terms.rate(8)
+            usd = step * step_costs.rate(8)
             tuner.observe(StepObservation(step, float(step), 0.4 + 1 / (1 + 0.05 * step), 8, usd))
         assert tuner.step_seconds(8) == pytest.approx(1.0)
     # Both see the same curve: the way that is left, in steps, is about the same.
     left = [
-        tuner.observe(StepObservation(61, 61.0, 0.4 + 1 / 4.05, 8, 61 * terms.rate(8))) for tuner in tuners.values()
+        tuner.observe(StepObservation(61, 61.0, 0.4 + 1 / 4.05, 8, 61 * step_costs.rate(8)))
+        for tuner in tuners.values()
     ]
     assert left[0].workers == left[1].workers
 
@@ -63,9 +71,11 @@ def test_steps_that_are_told_together_count_as_so_many() -> None:
 @pytest.mark.parametrize(("most_steps", "stay"), [(None, 1), (100_000, 1), (420, 3), (130, 8)])
 def test_fewer_leave_where_the_steps_that_are_left_would_not_do(most_steps: int | None, stay: int) -> None:
     """Fewer workers need more steps, and a job has only so many."""
-    terms = Terms((1.0,) * 8, worker_usd_per_second=1e-5, usd_per_second=1e-7, join_seconds=1.0)
-    tuner, least = ScalingTuner(terms, ScalingGoal(0.45, None, most_steps=most_steps)), 8
+    step_costs = StepCosts((1.0,) * 8, worker_usd_per_second=1e-5, usd_per_second=1e-7, join_seconds=1.0)
+    tuner, least = ScalingTuner(step_costs, ScalingGoal(0.45, None, most_steps=most_steps)), 8
     for step in range(1, 120):
         loss = 0.3 + 1 / (1.5 + 5.17 * step / 400)
-        least = min(least, tuner.observe(StepObservation(step, float(step), loss, 8, step * terms.rate(8))).workers)
+        least = min(
+            least, tuner.observe(StepObservation(step, float(step), loss, 8, step * step_costs.rate(8))).workers
+        )
     assert least == stay

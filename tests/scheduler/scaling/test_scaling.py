@@ -20,22 +20,22 @@ from scheduler.scaling import (
     ScalingGoal,
     ScalingSettings,
     ScalingTuner,
+    StepCosts,
     StepObservation,
-    Terms,
     learning_rate_factor,
 )
-from scheduler.scaling._outlook import outlook, unseen
+from scheduler.scaling._forecast import forecast, unseen
 
 MOST = 16
 
 
 class Job:
-    """Losses that follow the law which our tuner supposes, with the time and the money that its terms predict."""
+    """Losses that follow the law which our tuner supposes, with the time and the money that its step_costs predict."""
 
     def __init__(self, noise: float, compute: float, each: float, length: float, join: float = 2.0) -> None:
         self.noise, self.length = noise, length
         seconds = tuple(compute + each * (count - 1) for count in range(1, MOST + 1))
-        self.terms = Terms(seconds, worker_usd_per_second=1e-5, usd_per_second=4e-5, join_seconds=join)
+        self.step_costs = StepCosts(seconds, worker_usd_per_second=1e-5, usd_per_second=4e-5, join_seconds=join)
 
     def loss(self, progress: float) -> float:
         return 0.4 + 1 / (1.5 + 2.0 * progress / self.length)
@@ -58,32 +58,32 @@ class Job:
                 break
             made.append(workers)
             progress += self.gain(workers)
-            took = self.terms.expected_seconds[workers - 1]
-            seconds, usd = seconds + took, usd + took * self.terms.rate(workers)
+            took = self.step_costs.expected_seconds[workers - 1]
+            seconds, usd = seconds + took, usd + took * self.step_costs.rate(workers)
             error = next(errors) if errors is not None else 0.0
             told = StepObservation(step, later + seconds, self.loss(progress) + error, workers, dearer * usd)
             wanted = observe(told).workers
             pause, paid = self.pause(workers, wanted), max(workers, wanted)
-            seconds, usd, workers = seconds + pause, usd + pause * self.terms.rate(paid), wanted
+            seconds, usd, workers = seconds + pause, usd + pause * self.step_costs.rate(paid), wanted
         return made, seconds, usd
 
     def pause(self, before: int, after: int) -> float:
         if before == after:
             return 0.0
-        return self.terms.join_seconds if after > before else self.terms.expected_seconds[before - 1]
+        return self.step_costs.join_seconds if after > before else self.step_costs.expected_seconds[before - 1]
 
     def constant(self, workers: int) -> tuple[float, float]:
         """Seconds and dollars of as many workers from first to last."""
-        seconds = math.ceil(self.length / self.gain(workers) - 1e-9) * self.terms.expected_seconds[workers - 1]
-        return seconds, seconds * self.terms.rate(workers)
+        seconds = math.ceil(self.length / self.gain(workers) - 1e-9) * self.step_costs.expected_seconds[workers - 1]
+        return seconds, seconds * self.step_costs.rate(workers)
 
     def switched(self, first: int, second: int, share: float) -> tuple[float, float]:
         """The same, with other workers after some share of the progress."""
         counts = [math.ceil(self.length * s / self.gain(w)) for w, s in ((first, share), (second, 1 - share))]
-        parts = [n * self.terms.expected_seconds[w - 1] for n, w in zip(counts, (first, second), strict=True)]
+        parts = [n * self.step_costs.expected_seconds[w - 1] for n, w in zip(counts, (first, second), strict=True)]
         pause = self.pause(first, second)
-        usd = sum(s * self.terms.rate(w) for s, w in zip(parts, (first, second), strict=True))
-        return sum(parts) + pause, usd + pause * self.terms.rate(max(first, second))
+        usd = sum(s * self.step_costs.rate(w) for s, w in zip(parts, (first, second), strict=True))
+        return sum(parts) + pause, usd + pause * self.step_costs.rate(max(first, second))
 
 
 class Network(Job):
@@ -123,7 +123,7 @@ def draws(seed: int, size: float) -> Iterator[float]:
 def test_never_outside_the_bounds(
     job: Job, seed: int, size: float, patience: float | None, least: int, begin: int
 ) -> None:
-    tuner = ScalingTuner(replace(job.terms, least=least), ScalingGoal(job.target, patience))
+    tuner = ScalingTuner(replace(job.step_costs, least=least), ScalingGoal(job.target, patience))
     made, _, _ = job.run(tuner.observe, max(least, begin), errors=draws(seed, size), steps=200)
     assert min(made) >= least
     assert max(made) <= MOST
@@ -165,7 +165,7 @@ def test_the_published_one_stops_where_the_loss_would_be_worse() -> None:
 @given(job=JOBS, least=st.integers(4, 40), seed=st.integers(0, 99))
 @settings(max_examples=budget(10), deadline=None)
 def test_no_decision_before_there_are_enough_observations(job: Job, least: int, seed: int) -> None:
-    tuner = ScalingTuner(job.terms, ScalingGoal(job.target, None), ScalingSettings(least_observations=least))
+    tuner = ScalingTuner(job.step_costs, ScalingGoal(job.target, None), ScalingSettings(least_observations=least))
     made, _, _ = job.run(tuner.observe, errors=draws(seed, 0.05), steps=least + 20)
     assert set(made[:least]) == {MOST}
 
@@ -175,8 +175,8 @@ def test_no_decision_before_there_are_enough_observations(job: Job, least: int, 
 @settings(max_examples=budget(6), deadline=None)
 def test_the_clock_and_the_currency_do_not_matter(job: Job, later: float, dearer: float) -> None:
     def made(later: float, dearer: float) -> list[int]:
-        each, rest = job.terms.worker_usd_per_second, job.terms.usd_per_second
-        dear = replace(job.terms, worker_usd_per_second=dearer * each, usd_per_second=dearer * rest)
+        each, rest = job.step_costs.worker_usd_per_second, job.step_costs.usd_per_second
+        dear = replace(job.step_costs, worker_usd_per_second=dearer * each, usd_per_second=dearer * rest)
         tuner = ScalingTuner(dear, ScalingGoal(job.target))
         return job.run(tuner.observe, later=later, dearer=dearer, steps=120)[0]
 
@@ -198,7 +198,7 @@ def test_without_errors_it_comes_near_the_best_policy(job: Job) -> None:
 
     Where a change costs little; else it may rightly not try what it cannot tell.
     """
-    tuner = ScalingTuner(job.terms, ScalingGoal(job.target, patience=None))
+    tuner = ScalingTuner(job.step_costs, ScalingGoal(job.target, patience=None))
     _, _, usd = job.run(tuner.observe)
     counts = range(1, MOST + 1)
     # It knows nothing before it has seen some steps, which the pool makes; that is the policies' start, too.
@@ -215,13 +215,13 @@ def test_without_errors_it_comes_near_the_best_policy(job: Job) -> None:
 @given(job=JOBS, law=LAWS, begun=st.booleans(), size=st.sampled_from([0.0, 0.01]), seed=st.integers(0, 99))
 @settings(max_examples=budget(12), deadline=None)
 def test_it_about_keeps_the_time(job: Job, law: type[Job], begun: bool, size: float, seed: int) -> None:
-    """A patience of 2 % is an aim, of the mean: docs/scaling.md tells the worst of many such jobs."""
+    """A patience of 2 % is an aim, of the mean: docs/scaling.md is_informative the worst of many such jobs."""
     job.__class__ = law
-    tuner = ScalingTuner(job.terms, ScalingGoal(job.target, patience=0.02))
+    tuner = ScalingTuner(job.step_costs, ScalingGoal(job.target, patience=0.02))
     _, seconds, usd = job.run(tuner.observe, tuner.begin() if begun else MOST, errors=draws(seed, size))
     fixed = job.constant(MOST)
-    assert seconds <= (1.2 if law is Power else 1.12) * fixed[0] + 2 * job.terms.join_seconds
-    assert usd <= 1.05 * fixed[1] + 2 * job.terms.join_seconds * job.terms.rate(MOST)
+    assert seconds <= (1.2 if law is Power else 1.12) * fixed[0] + 2 * job.step_costs.join_seconds
+    assert usd <= 1.05 * fixed[1] + 2 * job.step_costs.join_seconds * job.step_costs.rate(MOST)
 
 
 def told(job: Job, workers: list[int], errors: Iterator[float]) -> list[StepObservation]:
@@ -236,7 +236,7 @@ def told(job: Job, workers: list[int], errors: Iterator[float]) -> list[StepObse
 @settings(max_examples=budget(20), deadline=None)
 def test_one_number_of_workers_tells_nothing_of_the_noise(job: Job, law: type[Job], workers: int, seed: int) -> None:
     job.__class__ = law
-    found, before = outlook(told(job, [workers] * 40, draws(seed, 0.01)), MOST, job.target), unseen(MOST)
+    found, before = forecast(told(job, [workers] * 40, draws(seed, 0.01)), MOST, job.target), unseen(MOST)
     for noise, weight in zip(before.noises, before.weights, strict=True):
         assert found.likely(found.noises == noise) == pytest.approx(weight)
 
@@ -249,7 +249,7 @@ def test_a_change_tells_the_noise_whatever_the_form_of_the_losses(
 ) -> None:
     """A fall that grows faster after a change is not laid to it; and it never gets surer than the noise's drift."""
     job.__class__ = law
-    found = outlook(told(job, [MOST] * before + [4] * after, draws(seed, 1e-4)), MOST, job.target)
+    found = forecast(told(job, [MOST] * before + [4] * after, draws(seed, 1e-4)), MOST, job.target)
     true = min(max(job.noise, MOST / 16), MOST * 8.0)
     low, high = (found.quantile(found.noises, share) for share in (0.02, 0.98))
     assert low / 1.5 <= true <= high * 1.5
@@ -259,9 +259,9 @@ def test_a_change_tells_the_noise_whatever_the_form_of_the_losses(
 @given(job=JOBS, law=st.sampled_from([Job, Network]), seed=st.integers(0, 99))
 @settings(max_examples=budget(20), deadline=None)
 def test_changes_that_follow_closely_do_not_make_it_surer_than_it_may_be(job: Job, law: type[Job], seed: int) -> None:
-    """Each loss tells once, however many changes it is near."""
+    """Each loss is_informative once, however many changes it is near."""
     job.__class__ = law
-    found = outlook(told(job, [4] * 8 + [4, 5] * 20, draws(seed, 0.01)), MOST, job.target)
+    found = forecast(told(job, [4] * 8 + [4, 5] * 20, draws(seed, 0.01)), MOST, job.target)
     true = min(max(job.noise, MOST / 16), MOST * 8.0)
     low, high = (found.quantile(found.noises, share) for share in (0.02, 0.98))
     assert low / 1.5 <= true <= high * 1.5
@@ -270,7 +270,7 @@ def test_changes_that_follow_closely_do_not_make_it_surer_than_it_may_be(job: Jo
 def test_what_workers_make_of_a_step_is_seen_where_few_were_tried() -> None:
     for noise, few in ((0.5, False), (120.0, True)):
         job = Network(noise, compute=1.0, each=0.0, length=60.0)
-        found = outlook(told(job, [MOST] * 10 + [4] * 8, draws(1, 1e-4)), MOST, job.target)
+        found = forecast(told(job, [MOST] * 10 + [4] * 8, draws(1, 1e-4)), MOST, job.target)
         assert (found.likely(found.noises > MOST) > 0.8) is few
 
 
@@ -278,7 +278,7 @@ def test_what_workers_make_of_a_step_is_seen_where_few_were_tried() -> None:
 def test_it_adds_workers_for_a_deadline() -> None:
     job = Job(noise=30.0, compute=1.0, each=0.0, length=400.0)
     deadline = 0.6 * job.constant(4)[0]
-    tuner = ScalingTuner(job.terms, ScalingGoal(job.target, patience=None, deadline_seconds=deadline))
+    tuner = ScalingTuner(job.step_costs, ScalingGoal(job.target, patience=None, deadline_seconds=deadline))
     made, seconds, usd = job.run(tuner.observe, begin=4)
     assert max(made) > 4
     assert seconds <= deadline
@@ -289,7 +289,7 @@ def test_it_adds_workers_for_a_deadline() -> None:
 def test_it_stays_while_it_cannot_tell() -> None:
     """Losses that are nothing but noise say nothing of the noise scale: no change keeps the time for sure."""
     job = Job(noise=8.0, compute=1.0, each=0.0, length=1e6)
-    tuner, errors = ScalingTuner(job.terms, ScalingGoal(0.1, patience=0.02)), draws(3, 0.5)
+    tuner, errors = ScalingTuner(job.step_costs, ScalingGoal(0.1, patience=0.02)), draws(3, 0.5)
     made, _, _ = job.run(tuner.observe, errors=errors, steps=150)
     assert set(made) == {MOST}
 
@@ -297,7 +297,7 @@ def test_it_stays_while_it_cannot_tell() -> None:
 def test_the_forecast_holds_what_comes() -> None:
     job = Job(noise=8.0, compute=1.0, each=0.05, length=300.0)
     # Of one number of workers: it is predicted for those that it has chosen.
-    tuner, told = ScalingTuner(replace(job.terms, least=MOST), ScalingGoal(job.target)), []
+    tuner, told = ScalingTuner(replace(job.step_costs, least=MOST), ScalingGoal(job.target)), []
 
     def observe(one: StepObservation) -> ScalingDecision:
         told.append((one, tuner.observe(one)))
@@ -312,13 +312,13 @@ def test_the_forecast_holds_what_comes() -> None:
 
 
 def test_steps_out_of_order_are_refused() -> None:
-    terms = Job(8.0, 1.0, 0.0, 100.0).terms
-    for tuner in (ScalingTuner(terms, ScalingGoal(0.1)), PublishedTuner()):
+    step_costs = Job(8.0, 1.0, 0.0, 100.0).step_costs
+    for tuner in (ScalingTuner(step_costs, ScalingGoal(0.1)), PublishedTuner()):
         tuner.observe(StepObservation(2, 5.0, 1.0, MOST, 0.1))
         with pytest.raises(ValueError, match="order"):
             tuner.observe(StepObservation(2, 6.0, 1.0, MOST, 0.1))
     with pytest.raises(ValueError, match="workers"):
-        ScalingTuner(terms, ScalingGoal(0.1)).observe(StepObservation(1, 5.0, 1.0, MOST + 1, 0.1))
+        ScalingTuner(step_costs, ScalingGoal(0.1)).observe(StepObservation(1, 5.0, 1.0, MOST + 1, 0.1))
 
 
 def test_the_learning_rate_goes_with_the_square_root() -> None:
@@ -327,7 +327,7 @@ def test_the_learning_rate_goes_with_the_square_root() -> None:
 
 @given(job=JOBS, patience=st.sampled_from([None, 0.0, 0.02, 0.5]), least=st.integers(1, MOST))
 def test_it_begins_with_fewer_only_where_that_is_cheaper(job: Job, patience: float | None, least: int) -> None:
-    begin = ScalingTuner(replace(job.terms, least=least), ScalingGoal(job.target, patience)).begin()
+    begin = ScalingTuner(replace(job.step_costs, least=least), ScalingGoal(job.target, patience)).begin()
     assert least <= begin <= MOST
     # Of a noise in the middle of what is believed.
     job.noise = float(MOST)
@@ -335,7 +335,7 @@ def test_it_begins_with_fewer_only_where_that_is_cheaper(job: Job, patience: flo
     if patience is not None:
         believed, late = unseen(MOST), 0.0
         for noise, weight in zip(believed.noises, believed.weights, strict=True):
-            step = job.terms.expected_seconds
+            step = job.step_costs.expected_seconds
             longer = (1 + noise / begin) * step[begin - 1] / ((1 + noise / MOST) * step[MOST - 1]) - 1
             late += weight * max(0.0, longer)
         assert late <= patience + 1e-9
@@ -343,15 +343,15 @@ def test_it_begins_with_fewer_only_where_that_is_cheaper(job: Job, patience: flo
 
 def test_it_begins_with_fewer_where_merging_more_takes_longer() -> None:
     job = Job(noise=8.0, compute=0.01, each=0.2, length=100.0)
-    assert ScalingTuner(job.terms, ScalingGoal(job.target)).begin() < MOST
-    assert ScalingTuner(job.terms, ScalingGoal(job.target, deadline_seconds=1e3)).begin() == MOST
+    assert ScalingTuner(job.step_costs, ScalingGoal(job.target)).begin() < MOST
+    assert ScalingTuner(job.step_costs, ScalingGoal(job.target, deadline_seconds=1e3)).begin() == MOST
 
 
 @pytest.mark.slow
 def test_where_patience_binds_it_soon_knows_whether_fewer_will_do() -> None:
     """Fewer than it dares before it knows the noise are best: half of those that it begins with leave, and tell it."""
     job = Job(noise=4.0, compute=0.5, each=0.2, length=300.0)
-    tuner = ScalingTuner(job.terms, ScalingGoal(job.target, patience=0.02))
+    tuner = ScalingTuner(job.step_costs, ScalingGoal(job.target, patience=0.02))
     begin = tuner.begin()
     made, seconds, usd = job.run(tuner.observe, begin)
     told = ScalingSettings().least_observations
@@ -365,10 +365,12 @@ def test_where_patience_binds_it_soon_knows_whether_fewer_will_do() -> None:
 def test_it_begins_with_no_more_than_it_wants_where_time_does_not_matter() -> None:
     """Or where it does, but binds nothing; or where to leave costs more than a merge."""
     slow, free = (Job(noise=4.0, compute=compute, each=0.2, length=300.0) for compute in (0.5, 0.1))
-    assert ScalingTuner(slow.terms, ScalingGoal(slow.target, patience=None)).begin() == 2
-    assert ScalingTuner(slow.terms, ScalingGoal(slow.target, patience=0.02)).begin() == 8
-    assert ScalingTuner(replace(slow.terms, leave_seconds=2.0), ScalingGoal(slow.target, patience=0.02)).begin() == 4
-    assert ScalingTuner(free.terms, ScalingGoal(free.target, patience=0.02)).begin() == 1
+    assert ScalingTuner(slow.step_costs, ScalingGoal(slow.target, patience=None)).begin() == 2
+    assert ScalingTuner(slow.step_costs, ScalingGoal(slow.target, patience=0.02)).begin() == 8
+    assert (
+        ScalingTuner(replace(slow.step_costs, leave_seconds=2.0), ScalingGoal(slow.target, patience=0.02)).begin() == 4
+    )
+    assert ScalingTuner(free.step_costs, ScalingGoal(free.target, patience=0.02)).begin() == 1
 
 
 @pytest.mark.parametrize("follows", ["ours", "mlless"])
@@ -378,7 +380,7 @@ def test_no_loss_whatever_breaks_a_tuner(follows: str, data: st.DataObject) -> N
     job = Job(noise=4.0, compute=1.0, each=0.02, length=60.0)
     tuner: ScalingTuner | PublishedTuner = PublishedTuner(PublishedSettings(least=2))
     if follows == "ours":
-        tuner = ScalingTuner(job.terms, ScalingGoal(0.5))
+        tuner = ScalingTuner(job.step_costs, ScalingGoal(0.5))
     losses = data.draw(st.lists(st.floats() | st.sampled_from([1e59, 1e99, 1e300, -1e300]), min_size=9, max_size=60))
     workers = MOST
     for step, loss in enumerate(losses, start=1):

@@ -10,7 +10,7 @@ import pytest
 from bench.deadlines_spot import SpotSettings, simulate_spot
 
 from scheduler.deadline import Overhead, Rules
-from scheduler.lab.one_region import Deadlines
+from scheduler.lab.one_region import OneRegionPolicy
 from scheduler.lab.policies import POLICIES, ceiling, policy_named
 from scheduler.simulate import Incidents, Pauses, SimulationRun, chart, outcome_rows, read_table, read_trace, simulate
 from scheduler.simulate._outcome import JobOutcome
@@ -75,8 +75,8 @@ def test_a_failure_or_a_wrong_curve_breaks_few_promises() -> None:
 
 def test_whoever_has_no_promise_may_run_on_what_is_left() -> None:
     overhead = Overhead(everyone=True)
-    sent = simulate(generated(), Deadlines(Rules(overhead)), 2, 8, Pauses(overhead))
-    kept = simulate(generated(), Deadlines(Rules(overhead), keep=True), 2, 8, Pauses(overhead))
+    sent = simulate(generated(), OneRegionPolicy(Rules(overhead)), 2, 8, Pauses(overhead))
+    kept = simulate(generated(), OneRegionPolicy(Rules(overhead), keep=True), 2, 8, Pauses(overhead))
     assert any(outcome.declined for outcome in sent.outcomes)
     assert not any(outcome.declined for outcome in kept.outcomes)
     assert all(math.isfinite(outcome.ended_s) for outcome in kept.outcomes)

@@ -14,6 +14,7 @@ from support.budget import budget
 from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
+from sync.channel_clients import FileChannel
 from sync.collective import (
     ChannelCosts,
     Merge,
@@ -26,7 +27,6 @@ from sync.collective import (
 from sync.layout import Vector
 from sync.merging import MeanCollective, Member, probe
 from sync.merging._exchange import Arrived, Event, Fetch, Put, Request, ValuesStored
-from sync.store import FileChannel
 
 PATTERNS = collectives(lambda method: method.worker and method.shares == "mean")
 S3 = ChannelCosts(0.1, 0.02, 1e8, 1e8, 0.0, 0.02, 8, 5e-6, 4e-7, 5e-6)

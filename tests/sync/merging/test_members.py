@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from geofed_pb.errors import GeofedError
 from sync.means import weighted_mean
-from sync.merging import Member, OrderedSum, chunk_bounds, owners, succession
+from sync.merging import Member, OrderedSum, chunk_bounds, owners
 
 
 @given(st.integers(0, 10_000), st.integers(1, 64), st.sampled_from([1, 64, 256]))
@@ -55,14 +55,6 @@ def test_every_owner_has_one_chunk(workers: int, data: st.DataObject) -> None:
 
 def test_attempts_have_other_owners() -> None:
     assert len({owners(2, range(16), str(attempt)) for attempt in range(20)}) > 10
-
-
-def test_the_succession_spreads_the_load() -> None:
-    first = [succession(chunk, 0, range(8), "1") for chunk in range(64)]
-    assert all(order[0] == 0 and sorted(order) == list(range(8)) for order in first)
-    followers = [order[1] for order in first]
-    assert set(followers) == set(range(1, 8))
-    assert max(followers.count(worker) for worker in range(8)) < 20
 
 
 @pytest.mark.parametrize(

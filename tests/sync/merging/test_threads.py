@@ -19,11 +19,11 @@ from support.memory_channel import MemoryChannel
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.channel import Channel
+from sync.channel_clients import FileChannel
 from sync.collective import ChannelCosts, Collective, Settings, State
 from sync.layout import Vector
 from sync.means import weighted_mean
 from sync.merging import MeanCollective, Member, _driver, open_collective
-from sync.store import FileChannel
 
 SIZE, WORKERS = 3000, 3
 ALL = [

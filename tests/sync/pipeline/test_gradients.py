@@ -20,9 +20,9 @@ from support.stores import RedisServer, S3Server, s3_server, start_redis
 from torch import nn
 
 from sync.channel import Channel
+from sync.channel_clients import FileChannel, open_channel
 from sync.collective import Settings
 from sync.pipeline import Layers, Pipeline
-from sync.store import FileChannel, open_channel
 
 WIDTHS = (5, 7, 4, 6, 3)
 

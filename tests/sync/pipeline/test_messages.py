@@ -9,8 +9,8 @@ import pytest
 from support.memory_channel import MemoryChannel
 
 from geofed_pb.errors import GeofedError
+from sync.channel_clients import FileChannel
 from sync.pipeline import measure_messages
-from sync.store import FileChannel
 
 
 def test_a_message_takes_what_its_requests_take() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from geofed_pb.errors import GeofedError
 from sync.pipeline import Layers, Pipeline, model_input
-from sync.pipeline._lanes import Lanes
+from sync.pipeline._stage_transfers import StageTransfers
 
 STAGES = ((0, 0), (1, 2), (3, 3))
 
@@ -238,18 +238,18 @@ class SlowPuts(MemoryChannel):
 def test_what_was_sent_is_in_the_channel_once_it_is_drained() -> None:
     """A worker drains before its slice ends: what others wait for must not be lost with it."""
     channel = SlowPuts()
-    lanes = Lanes(channel, timeout_seconds=30.0)
+    transfers = StageTransfers(channel, timeout_seconds=30.0)
     for number in range(8):
-        lanes.send(f"a/{number}", [b"x"])
-    lanes.drain()
-    lanes.close()
+        transfers.send(f"a/{number}", [b"x"])
+    transfers.drain()
+    transfers.close()
     assert all(channel.has(f"a/{number}") for number in range(8))
 
 
 def test_draining_does_not_wait_for_ever() -> None:
-    lanes = Lanes(SlowPuts(), timeout_seconds=0.01)
+    transfers = StageTransfers(SlowPuts(), timeout_seconds=0.01)
     for number in range(8):
-        lanes.send(f"a/{number}", [b"x"])
+        transfers.send(f"a/{number}", [b"x"])
     with pytest.raises(GeofedError, match="CHANNEL_TIMEOUT"):
-        lanes.drain()
-    lanes.close()
+        transfers.drain()
+    transfers.close()

@@ -28,7 +28,10 @@ from support.at_once import AtOnce
 from support.budget import budget, stride
 
 from sync import framing
+from sync.channel_clients import FileChannel, _buffer_pool
 from sync.codec import codec_named
+from sync.file_transfer.arrival import Arrival
+from sync.file_transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.layout import Layout, Slot, Vector
 from sync.ps.core.actions import Failed, Refuse, Reply, SendUpdates, SetTimer
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
@@ -50,11 +53,9 @@ from sync.ps.core.events import (
 from sync.ps.core.machine import Setup
 from sync.ps.execution import checkpoints
 from sync.ps.execution import executor as executor_module
+from sync.ps.execution.checkpoint_file import PendingCheckpoint
 from sync.ps.execution.executor import ActionExecutor
-from sync.ps.execution.storage import PendingCheckpoint, Storage
-from sync.store import FileChannel, _buffer_pool
-from sync.transfer.arrival import Arrival
-from sync.transfer.manifest import Manifest, PeerAddress, Verdict
+from sync.ps.execution.storage import Storage
 from sync.wan import ExchangeSettings, policy_of
 
 REGIONS = ("a", "b")

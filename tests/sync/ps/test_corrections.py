@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from geofed_pb.errors import GeofedError
+from sync.channel_clients import FileChannel
 from sync.ps.core.machine import Setup
 from sync.ps.execution.channel_store import ChannelStore
 from sync.ps.execution.storage import Storage
-from sync.store import FileChannel
 
 VALUES = np.arange(5, dtype=np.float32)
 

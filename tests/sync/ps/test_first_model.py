@@ -18,6 +18,7 @@ from support.exchange_site import Site
 from support.pki import Authority
 
 from sync import framing
+from sync.channel_clients import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
 from sync.ps.core.actions import Reproduce, StoreOwnUpdate
@@ -25,9 +26,9 @@ from sync.ps.core.background import Background
 from sync.ps.core.events import Attached, Configured, OwnUpdateStored
 from sync.ps.core.machine import FIRST_WEIGHT, Machine, Setup
 from sync.ps.core.synchronous import Synchronous
-from sync.ps.execution.executor import ActionExecutor, FramedUpdate
+from sync.ps.execution.executor import ActionExecutor
+from sync.ps.execution.own_updates import FramedUpdate
 from sync.ps.execution.storage import Storage
-from sync.store import FileChannel
 from sync.wan import policy_of
 
 MIB = 1 << 20

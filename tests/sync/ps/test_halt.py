@@ -11,6 +11,7 @@ from support.federation_in_miniature import Miniature
 from support.server_process import NumpyWorker, Server, wait_until
 
 from geofed_pb.v1 import sync_pb2
+from sync.file_transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.ps.core.actions import Reply, StoreMetrics, StoreOwnUpdate
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.core.events import (
@@ -26,7 +27,6 @@ from sync.ps.core.events import (
 )
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
-from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 
 SHARES = {"east": 0.3, "north": 0.3, "south": 0.2, "west": 0.2}
 

@@ -12,6 +12,7 @@ from support.budget import budget
 from support.federation_in_miniature import Miniature, Site
 
 from geofed_pb.bounds import MOST_METRICS
+from sync.file_transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.histograms import Histogram, by_category
 from sync.ps.core.actions import Failed, LogRoundEnd, MergeUpdates, Refuse, Reply, StoreOwnUpdate
 from sync.ps.core.answers import AttachAnswer
@@ -32,7 +33,6 @@ from sync.ps.core.events import (
 )
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
-from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 
 _NUMBERS = st.integers(0, 1 << 16)
 

@@ -16,10 +16,10 @@ from support.pki import Authority
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
+from sync.file_transfer.manifest import Manifest
+from sync.file_transfer.signing import sign, verify
+from sync.file_transfer.wire import manifest_of, manifest_to_proto
 from sync.ps.manifest_limits import ManifestLimits
-from sync.transfer.manifest import Manifest
-from sync.transfer.signing import sign, verify
-from sync.transfer.wire import manifest_of, manifest_to_proto
 
 LIMITS = ManifestLimits(("east", "mars", "west"), 100, 1.02, 1 << 30, {"mars": 32.0})
 GOOD = Manifest("mars", 1, 3, "sha256:" + "0" * 64, 256, 32.0, (("east", 2),), settled=3)

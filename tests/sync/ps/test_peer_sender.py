@@ -12,9 +12,9 @@ import pytest
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
-from sync.transfer.manifest import Manifest, PeerAddress
-from sync.transfer.peer_sender import PeerSender, SenderCallbacks
-from sync.transport.sockets import Tls
+from sync.file_transfer.manifest import Manifest, PeerAddress
+from sync.file_transfer.peer_sender import PeerSender, SenderCallbacks
+from sync.tcp_streams.sockets import Tls
 
 NOBODY = Tls(b"", b"", b"")
 

@@ -24,8 +24,8 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, error_of, region_name, with_token
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc, worker_pb2, worker_pb2_grpc
 from sync import framing
-from sync.transfer.signing import sign
-from sync.transport.sockets import Tls
+from sync.file_transfer.signing import sign
+from sync.tcp_streams.sockets import Tls
 
 pytestmark = pytest.mark.processes
 

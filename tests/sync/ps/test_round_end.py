@@ -14,6 +14,7 @@ from support.at_once import AtOnce
 
 from sync import chunked_values, framing
 from sync.channel import ChannelLimits
+from sync.channel_clients import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreOwnUpdate
@@ -22,7 +23,6 @@ from sync.ps.core.machine import Setup
 from sync.ps.execution import checkpoints
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.storage import Storage
-from sync.store import FileChannel
 from sync.wan import policy_of
 
 SIZE, HALF = 8, 4

@@ -22,12 +22,12 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import error_of
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync import framing
+from sync.file_transfer.signing import sign, signature_of
 from sync.ps.admission import Admission
 from sync.ps.config import PsConfig
 from sync.ps.execution.frames import check_received
 from sync.ps.mask_keys import terms_of
 from sync.secure import MaskKey, PairMasks, SharedScale
-from sync.transfer.signing import sign, signature_of
 
 pytestmark = pytest.mark.processes
 

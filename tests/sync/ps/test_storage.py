@@ -24,15 +24,16 @@ from geofed_pb import linux
 from geofed_pb.errors import GeofedError
 from geofed_pb.files import durable
 from sync import framing
+from sync.channel_clients import _buffer_pool
+from sync.file_transfer.arrival import Arrival
+from sync.file_transfer.manifest import Manifest
 from sync.histograms import Histogram
 from sync.layout import Layout, Slot, Vector
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, StoreMetrics
 from sync.ps.core.machine import Recovered, Setup
+from sync.ps.execution.checkpoint_file import PendingCheckpoint
 from sync.ps.execution.replica import ReplicaState
-from sync.ps.execution.storage import PendingCheckpoint, Storage
-from sync.store import _buffer_pool
-from sync.transfer.arrival import Arrival
-from sync.transfer.manifest import Manifest
+from sync.ps.execution.storage import Storage
 
 SETUP = Setup("a", ("a", "b"), 1, 4, 1, 1)
 LAYOUT = Layout((Slot("w", (8,), "float32"),), 1)
@@ -155,7 +156,7 @@ def _check(storage: Storage, recovered: Recovered, digests: dict[int, str]) -> N
 def test_a_death_before_any_file_operation_loses_and_mixes_nothing(
     tmp_path: Path, digests: dict[int, str], monkeypatch: pytest.MonkeyPatch, direct_bytes: int
 ) -> None:
-    monkeypatch.setattr("sync.ps.execution.storage._DIRECT_BYTES", direct_bytes)
+    monkeypatch.setattr("sync.ps.execution.checkpoint_file.DIRECT_BYTES", direct_bytes)
     moment, over = 0, False
     while not over:
         folder = tmp_path / str(moment)
@@ -291,12 +292,6 @@ def test_a_residual_does_not_outlive_the_machines_start(tmp_path: Path, monkeypa
     assert again.residual(3) is None
 
 
-def test_a_residual_of_an_earlier_version_counts_as_flushed(tmp_path: Path) -> None:
-    storage = _storage(tmp_path)
-    (tmp_path / "residual-3.frame").write_bytes(b"".join(framing.encode({"residual": np.arange(8.0)})))
-    assert np.array_equal(storage.residual(3), np.arange(8.0))
-
-
 def test_what_a_dead_process_left_half_written_is_removed(tmp_path: Path) -> None:
     _lived(tmp_path)
     left = [tmp_path / ".metrics.json.partial", tmp_path / "inbox" / "b" / ".9.json.partial"]
@@ -381,7 +376,7 @@ def test_a_large_checkpoint_is_the_one_that_a_small_limit_makes(
 ) -> None:
     made = []
     for limit in (0, 1 << 20):
-        monkeypatch.setattr("sync.ps.execution.storage._DIRECT_BYTES", limit)
+        monkeypatch.setattr("sync.ps.execution.checkpoint_file.DIRECT_BYTES", limit)
         monkeypatch.setattr(durable, "_DIRECT_BYTES", 4096)
         storage = _storage(tmp_path / str(limit))
         model = np.arange(5000, dtype=np.float32)

@@ -15,7 +15,9 @@ from support.federation_in_miniature import Miniature
 from support.small_disk import small_disk
 
 from sync import framing
+from sync.channel_clients import FileChannel
 from sync.codec import codec_by_mark, codec_named
+from sync.file_transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.layout import Layout, Slot
 from sync.ps.core import summed_updates
 from sync.ps.core.actions import SumUp
@@ -26,8 +28,6 @@ from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.replica import Replica, ReplicaState
 from sync.ps.execution.storage import Storage
-from sync.store import FileChannel
-from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.wan import ExchangeSettings, policy_of
 from tests.sync.ps.test_ways import _KINDS, WaysChange, _ways
 

@@ -6,6 +6,7 @@ import pytest
 from support.federation_in_miniature import Miniature, Site
 from support.rounds_in_miniature import give_up, go, round_of, timers, waits
 
+from sync.file_transfer.manifest import Manifest, PeerAddress
 from sync.ps.core.actions import Action, Failed, LogRoundEnd, MergeUpdates, SetTimer, WaitReason
 from sync.ps.core.background import Background
 from sync.ps.core.events import (
@@ -17,7 +18,6 @@ from sync.ps.core.events import (
     UpdateStored,
 )
 from sync.ps.core.machine import Recovered, Setup
-from sync.transfer.manifest import Manifest, PeerAddress
 
 ALL = ("r0", "r1", "r2")
 ROUNDS = 160

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geofed_pb.errors import GeofedError
+from sync.channel_clients import FileChannel
 from sync.codec import codec_named
 from sync.ps.core.actions import SetTimer, WaitReason
 from sync.ps.core.events import Event, TimerFired
@@ -21,7 +22,6 @@ from sync.ps.core.waiting_settings import WaitingSettings
 from sync.ps.engine import Engine
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.storage import Storage
-from sync.store import FileChannel
 from sync.wan import LinkSample, policy_of
 
 NOW = 1000.0

@@ -11,9 +11,9 @@ from hypothesis.stateful import initialize, rule
 from support.budget import budget
 from support.federation_in_miniature import Miniature, around
 
+from sync.file_transfer.manifest import Manifest, PeerAddress
 from sync.ps.core.events import PeerHas
 from sync.ps.core.ledger import Ledger
-from sync.transfer.manifest import Manifest, PeerAddress
 from tests.sync.ps.test_machine import AnythingMayHappen
 
 _NUMBERS = st.integers(0, 1 << 16)

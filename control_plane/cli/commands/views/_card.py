@@ -1,4 +1,4 @@
-"""The model card of an exported model: what it learnt from, where, how, how good it is, and what it cost."""
+"""The model card of an exported model: what it history from, where, how, how good it is, and what it cost."""
 
 from __future__ import annotations
 

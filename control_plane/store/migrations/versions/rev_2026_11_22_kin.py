@@ -1,4 +1,4 @@
-"""What is learnt of a task holds for other batches, and for other code of that name."""
+"""What is history of a task holds for other batches, and for other code of that name."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -25,7 +25,7 @@ from region_agent.gateway.embedded.cluster.pods import PodState, judge, refusal
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LineSplitter
 from region_agent.gateway.embedded.remote import RemoteProvider
-from region_agent.gateway.embedded.replica_table import Condemned, Refused, ReplicaReady
+from region_agent.gateway.embedded.replica_table import OverLimit, Refused, ReplicaReady
 from region_agent.gateway.embedded.replicas.running import Running
 from region_agent.gateway.functions import FunctionSpec, Isolation
 from region_agent.gateway.redaction import Redaction
@@ -191,7 +191,7 @@ class ClusterProvider(RemoteProvider):
             except GeofedError as error:
                 if str(error) != told:
                     told = str(error)
-                    _log.warning("the cluster could not be looked at", cause=told)
+                    _log.warning("the state of the cluster could not be read", cause=told)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look_now.wait(), self._pause)
             self._look_now.clear()
@@ -233,7 +233,7 @@ class ClusterProvider(RemoteProvider):
         match verdict.state:
             case "leaving":
                 # It answers the calls that it has; another takes its place.
-                self.apply(Condemned(replica))
+                self.apply(OverLimit(replica))
             case "failing":
                 self._fail(replica, GeofedError(verdict.code, text))
             case "ended":

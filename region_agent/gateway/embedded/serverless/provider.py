@@ -29,7 +29,7 @@ from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.dialled import Listener
 from region_agent.gateway.embedded.logs import LineSplitter
 from region_agent.gateway.embedded.remote import RemoteProvider
-from region_agent.gateway.embedded.replica_table import Aged, Expired, Refused, ReplicaReady
+from region_agent.gateway.embedded.replica_table import Expired, Refused, ReplicaNearTimeLimit, ReplicaReady
 from region_agent.gateway.embedded.replicas.running import FunctionLimits, Running
 from region_agent.gateway.embedded.serverless.api import (
     EVENT_SECONDS,
@@ -272,7 +272,7 @@ class ServerlessProvider(RemoteProvider):
         # Replicas that started together are not replaced together.
         self._turn = (self._turn + _TURN) % 1
         early = self._turn * _EARLY_SHARE * (serving - lead)
-        self._after(serving - lead - early, self.apply, Aged(running.name))
+        self._after(serving - lead - early, self.apply, ReplicaNearTimeLimit(running.name))
         self._after(serving, self.apply, Expired(running.name))
 
     def _too_late(self, running: Running, left: float) -> GeofedError:

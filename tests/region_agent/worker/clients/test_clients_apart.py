@@ -18,7 +18,7 @@ from region_agent.worker.data.spec import FormatSpec
 from region_agent.worker.data.streamed import Rows, Streamed
 from region_agent.worker.invocation import ClientRounds, Invocation, ShardFile
 from region_agent.worker.task import load_task
-from sync.store import FileChannel
+from sync.channel_clients import FileChannel
 
 TASK = """
 import torch

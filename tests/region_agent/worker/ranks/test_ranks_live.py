@@ -22,8 +22,8 @@ from region_agent.gateway import timeout_env
 from region_agent.gateway.functions import Grants
 from region_agent.worker.invocation import Invocation, Outcome
 from sync import framing
+from sync.channel_clients import FileChannel
 from sync.layout import Vector
-from sync.store import FileChannel
 from tests.region_agent.gateway.conftest import Embedded, Target, open_url, until
 
 pytestmark = pytest.mark.processes

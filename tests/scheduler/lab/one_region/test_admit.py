@@ -49,14 +49,14 @@ def test_a_promise_once_given_is_not_taken_back() -> None:
         0.0, {R: DeviceCapacity(4)}, [old], [job(f"s{i}", 95, 100, value=9.0) for i in range(4)], FREE_CHANGES
     )
     assert not answer.promised
-    assert not answer.books[R].holdings["old"].late
+    assert not answer.ledgers[R].reservations["old"].late
 
 
 def test_a_job_with_an_earlier_deadline_pushes_others_back() -> None:
     slow = job("slow", 380, 200, region=R, share=4)
     answer = admit(0.0, {R: DeviceCapacity(4)}, [slow], [job("quick", 380, 100)], FREE_CHANGES)
     assert names(answer.promised) == {"quick"}
-    assert not answer.books[R].holdings["slow"].late
+    assert not answer.ledgers[R].reservations["slow"].late
 
 
 def test_a_soft_deadline_is_promised_at_the_first_step_that_is_possible() -> None:
@@ -92,15 +92,15 @@ def test_nothing_is_promised_in_a_region_without_capacity() -> None:
 @settings(max_examples=budget(40), deadline=None)
 @given(st.lists(st.tuples(st.floats(20, 900), st.floats(50, 600)), min_size=2, max_size=14), st.integers(1, 10))
 def test_answers_do_not_depend_on_whether_books_are_kept(asked: list[tuple[float, float]], devices: int) -> None:
-    """Promises given one by one on kept books hold when everything is filled anew."""
-    rules, books, promised = FREE_CHANGES, None, []
+    """Promises given one by one on kept ledgers hold when everything is filled anew."""
+    rules, ledgers, promised = FREE_CHANGES, None, []
     for number, (work, window) in enumerate(asked):
-        answer = admit(0.0, {R: DeviceCapacity(devices)}, promised, [job(f"j{number}", work, window)], rules, books)
-        books = answer.books
+        answer = admit(0.0, {R: DeviceCapacity(devices)}, promised, [job(f"j{number}", work, window)], rules, ledgers)
+        ledgers = answer.ledgers
         promised += answer.promised
-    assert books is not None
-    assert books[R].free.min() >= 0
+    assert ledgers is not None
+    assert ledgers[R].free.min() >= 0
     for entry in promised:
-        held = books[R].holdings[entry.name]
+        held = ledgers[R].reservations[entry.name]
         assert not held.late
         assert held.end_s <= entry.deadline_s + 1e-6

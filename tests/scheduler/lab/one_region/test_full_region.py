@@ -31,7 +31,7 @@ def test_with_very_many_promises_a_job_pushes_a_dozen_others_back_and_no_more(mo
         slow = [DeadlineJob(f"slow{n}", {R: one}, work, 200.0 + n, R, 1) for n in range(count)]
         quick = DeadlineJob("quick", {R: SpeedCurve((count,), (float(count),))}, count * 90.0, 100.0)
         answer = admit(0.0, {R: DeviceCapacity(count)}, slow, [quick], FREE_CHANGES)
-        assert not [held for held in answer.books[R].holdings.values() if held.late]
+        assert not [held for held in answer.ledgers[R].reservations.values() if held.late]
         return names(answer.promised)
 
     assert promised(1) == promised(12) == {"quick"}

@@ -14,7 +14,7 @@ from support.budget import budget
 
 from scheduler.deadline import DeadlineJob, DeviceCapacity, Overhead, Rules, SpeedCurve
 from scheduler.lab.one_region import admit, least_device_seconds
-from scheduler.lab.one_region._capacity import Book, Holding
+from scheduler.lab.one_region._capacity import CapacityLedger, DeviceReservation
 
 R = "r"
 FREE_CHANGES = Rules(Overhead(0.0, 0.0), margin=0.0, kept_margin=0.0)
@@ -41,24 +41,24 @@ def regions(draw: st.DrawFn) -> tuple[DeviceCapacity, list[DeadlineJob]]:
     return capacity, jobs
 
 
-def done_by(held: Holding, curve: SpeedCurve, now: float, until_s: float) -> float:
-    """Steps that a holding makes, by its shares at every instant at which they may change."""
+def done_by(held: DeviceReservation, curve: SpeedCurve, now: float, until_s: float) -> float:
+    """Steps that a reservation makes, by its shares at every instant at which they may change."""
     points = [now, held.switch_s, held.end_s, until_s, *([] if held.times is None else held.times.tolist())]
     times = sorted({at for at in points if now <= at <= until_s and math.isfinite(at)})
     return sum((b - a) * curve.rate(held.share_at((a + b) / 2)) for a, b in pairwise(times))
 
 
-def check(book: Book, capacity: DeviceCapacity, jobs: list[DeadlineJob]) -> None:
-    assert book.free.min() >= 0
-    for at in book.times:
+def check(ledger: CapacityLedger, capacity: DeviceCapacity, jobs: list[DeadlineJob]) -> None:
+    assert ledger.free.min() >= 0
+    for at in ledger.times:
         there = capacity.changes[0][1] if at >= capacity.changes[0][0] else capacity.devices
-        held = sum(book.holdings[job.name].share_at(float(at)) for job in jobs)
-        index = int(book.times.searchsorted(at))
-        assert held + book.free[index] == there
+        held = sum(ledger.reservations[job.name].share_at(float(at)) for job in jobs)
+        index = int(ledger.times.searchsorted(at))
+        assert held + ledger.free[index] == there
     for job in jobs:
-        held = book.holdings[job.name]
+        held = ledger.reservations[job.name]
         if not held.late:
-            assert done_by(held, job.curves[R], book.now, job.deadline_s) >= job.work * (1 - 1e-9)
+            assert done_by(held, job.curves[R], ledger.now, job.deadline_s) >= job.work * (1 - 1e-9)
 
 
 @settings(max_examples=budget(60), deadline=None)
@@ -70,12 +70,12 @@ def test_every_promise_is_covered_and_nothing_is_given_twice(
     rules = Rules(Overhead(everyone=pauses)) if pauses else FREE_CHANGES
     answer = admit(0.0, {R: capacity}, (), [replace(job, share=0) for job in jobs], rules)
     promised = list(answer.promised)
-    check(answer.books[R], capacity, promised)
+    check(answer.ledgers[R], capacity, promised)
     # The same holds when all is filled anew, with shares that run already.
     shares = {job.name: job.share for job in jobs}
     running = [replace(job, share=min(shares[job.name], capacity.devices)) for job in promised]
     again = admit(0.0, {R: capacity}, running, (), rules)
-    check(again.books[R], capacity, running)
+    check(again.ledgers[R], capacity, running)
 
 
 @settings(max_examples=budget(60), deadline=None)
@@ -83,7 +83,7 @@ def test_every_promise_is_covered_and_nothing_is_given_twice(
 def test_alone_a_job_takes_no_more_than_any_single_level(curve: SpeedCurve, window: float, part: float) -> None:
     job = DeadlineJob("j", {R: curve}, part * window * curve.rates[-1], window)
     answer = admit(0.0, {R: DeviceCapacity(64)}, (), [job], FREE_CHANGES)
-    taken = answer.books[R].holdings["j"].device_seconds(0.0)
+    taken = answer.ledgers[R].reservations["j"].device_seconds(0.0)
     for level, rate in zip(curve.levels, curve.rates, strict=True):
         if job.work / rate <= window:
             # A rise that would be soon comes at once, which takes a little more.
@@ -94,17 +94,17 @@ def test_two_neighbouring_levels_the_smaller_first() -> None:
     curve = SpeedCurve((1, 2, 4), (1.0, 1.8, 3.0))
     job = DeadlineJob("j", {R: curve}, 1400.0, 1000.0)
     answer = admit(0.0, {R: DeviceCapacity(8)}, (), [job], FREE_CHANGES)
-    held = answer.books[R].holdings["j"]
+    held = answer.ledgers[R].reservations["j"]
     assert (held.first, held.switch_s, held.second) == (1, 500.0, 2)
     assert held.device_seconds(0.0) == 1500.0
-    assert held.rises_s(1) == 500.0
-    assert math.isinf(held.rises_s(2))
+    assert held.increase_s(1) == 500.0
+    assert math.isinf(held.increase_s(2))
 
 
 def test_a_running_job_keeps_the_larger_level_first_and_changes_once() -> None:
     curve = SpeedCurve((1, 2, 4), (1.0, 1.8, 3.0))
     job = DeadlineJob("j", {R: curve}, 1400.0, 1000.0, R, share=2)
-    held = admit(0.0, {R: DeviceCapacity(8)}, [job], (), FREE_CHANGES).books[R].holdings["j"]
+    held = admit(0.0, {R: DeviceCapacity(8)}, [job], (), FREE_CHANGES).ledgers[R].reservations["j"]
     assert held.share() == 2
 
 
@@ -126,11 +126,11 @@ def test_a_promise_in_danger_gets_what_there_is() -> None:
     curve = SpeedCurve((1, 2), (1.0, 2.0))
     lost = DeadlineJob("lost", {R: curve}, 500.0, 100.0, R, share=2)
     other = DeadlineJob("other", {R: curve}, 50.0, 400.0, R, share=1)
-    book = admit(0.0, {R: DeviceCapacity(3)}, [lost, other], (), FREE_CHANGES).books[R]
-    assert book.holdings["lost"].late
-    assert book.holdings["lost"].share() == 2
-    assert book.holdings["lost"].end_s == 250.0
-    assert not book.holdings["other"].late
+    ledger = admit(0.0, {R: DeviceCapacity(3)}, [lost, other], (), FREE_CHANGES).ledgers[R]
+    assert ledger.reservations["lost"].late
+    assert ledger.reservations["lost"].share() == 2
+    assert ledger.reservations["lost"].end_s == 250.0
+    assert not ledger.reservations["other"].late
 
 
 def test_capacity_that_will_go_is_not_promised() -> None:
@@ -153,10 +153,10 @@ def test_many_jobs_on_a_grid_of_instants_are_covered_too() -> None:
         for i, (window, part, level) in enumerate(zip(windows, parts, levels, strict=True))
     ]
     capacity = DeviceCapacity(4500, ((1e9, 4500),))
-    book = admit(0.0, {R: capacity}, jobs, (), Rules()).books[R]
-    assert not book.uneasy
-    assert len(book.times) < 3000, "a grid"
-    check(book, capacity, jobs)
+    ledger = admit(0.0, {R: capacity}, jobs, (), Rules()).ledgers[R]
+    assert not ledger.without_margin
+    assert len(ledger.times) < 3000, "a grid"
+    check(ledger, capacity, jobs)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -168,7 +168,7 @@ def test_giving_back_undoes_taking(seed: int) -> None:
         for i in range(12)
     ]
     answer = admit(0.0, {R: DeviceCapacity(9)}, (), jobs, FREE_CHANGES)
-    book = answer.books[R]
+    ledger = answer.ledgers[R]
     for job in answer.promised:
-        book.give_back(job.name)
-    assert (book.free == 9).all()
+        ledger.release(job.name)
+    assert (ledger.free == 9).all()

@@ -18,8 +18,8 @@ OWN, ALL = Rules(Overhead()), Rules(Overhead(everyone=True))
 
 
 def shares(jobs: list[DeadlineJob], waiting: list[DeadlineJob], devices: int, rules: Rules = OWN) -> dict[str, int]:
-    book = admit(0.0, {R: DeviceCapacity(devices)}, jobs, (), rules).books[R]
-    return dict(spread(book, R, jobs, waiting, rules).shares)
+    ledger = admit(0.0, {R: DeviceCapacity(devices)}, jobs, (), rules).ledgers[R]
+    return dict(spread(ledger, R, jobs, waiting, rules).shares)
 
 
 def test_spare_devices_go_to_the_job_that_scales() -> None:
@@ -55,11 +55,11 @@ def test_where_a_change_pauses_all_small_gains_change_nothing() -> None:
 def test_nobody_is_paused_while_a_job_ends_that_could_not_bear_it() -> None:
     tight = DeadlineJob("tight", {R: SpeedCurve((1,), (1.0,))}, 20.0, 21.0, R, share=1)
     loose = DeadlineJob("loose", {R: LINE}, 5000.0, 5000.0, R, share=1)
-    book = admit(0.0, {R: DeviceCapacity(9)}, [tight, loose], (), ALL).books[R]
-    answer = spread(book, R, [tight, loose], (), ALL)
+    ledger = admit(0.0, {R: DeviceCapacity(9)}, [tight, loose], (), ALL).ledgers[R]
+    answer = spread(ledger, R, [tight, loose], (), ALL)
     assert dict(answer.shares) == {"tight": 1, "loose": 1}
     assert answer.wake_s == 20.0
-    free = admit(0.0, {R: DeviceCapacity(9)}, [replace(tight, deadline_s=60.0), loose], (), ALL).books[R]
+    free = admit(0.0, {R: DeviceCapacity(9)}, [replace(tight, deadline_s=60.0), loose], (), ALL).ledgers[R]
     assert spread(free, R, [tight, loose], (), OWN).shares["loose"] == 8
 
 
@@ -83,9 +83,9 @@ def test_shares_fit_and_cover_what_is_reserved(
             left -= share
             promised.append(replace(taken, share=share))
     waiting = [DeadlineJob(f"w{i}", {R: LINE}, work, float("inf")) for i, work in enumerate(best_effort)]
-    book = admit(0.0, {R: DeviceCapacity(devices)}, promised, (), rules).books[R]
-    answer = spread(book, R, promised, waiting, rules)
+    ledger = admit(0.0, {R: DeviceCapacity(devices)}, promised, (), rules).ledgers[R]
+    answer = spread(ledger, R, promised, waiting, rules)
     assert sum(answer.shares.values()) <= devices
     assert all(share in (0, *LINE.levels) for share in answer.shares.values())
     kept = all(answer.shares[job.name] == job.share for job in (*promised, *waiting))
-    assert kept or all(answer.shares[job.name] >= book.holdings[job.name].share() for job in promised)
+    assert kept or all(answer.shares[job.name] >= ledger.reservations[job.name].share() for job in promised)

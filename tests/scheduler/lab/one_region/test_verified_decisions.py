@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scheduler.deadline import DeadlineJob, DeviceCapacity, Overhead, Rules, SpeedCurve
-from scheduler.lab.one_region import prove
+from scheduler.lab.one_region import verified_decision
 
 HERE = "here"
 LINE = SpeedCurve((1, 2, 4), (1.0, 2.0, 4.0))
@@ -19,19 +19,21 @@ def job(name: str, work: float, deadline_s: float, share: int = 0) -> DeadlineJo
 def test_a_newcomer_does_not_pause_who_has_no_time_for_it() -> None:
     frail = replace(job("frail", 90.0, 91.0, 1), curves={HERE: SpeedCurve((1,), (1.0,))})
     capacity = DeviceCapacity(2)
-    waits = prove(0.0, capacity, HERE, [frail, job("new", 50.0, 400.0)], {"new"}, ALL)
-    assert waits.course.holds
-    assert waits.course.ends["frail"] <= 91.0
+    waits = verified_decision(0.0, capacity, HERE, [frail, job("new", 50.0, 400.0)], {"new"}, ALL)
+    assert waits.schedule.holds
+    assert waits.schedule.ends["frail"] <= 91.0
     assert waits.shares.get("new", 0) == 0
-    sturdy = prove(0.0, capacity, HERE, [replace(frail, deadline_s=300.0), job("new", 50.0, 400.0)], {"new"}, ALL)
+    sturdy = verified_decision(
+        0.0, capacity, HERE, [replace(frail, deadline_s=300.0), job("new", 50.0, 400.0)], {"new"}, ALL
+    )
     assert [new.name for new in sturdy.promised] == ["new"]
-    assert sturdy.course.holds
+    assert sturdy.schedule.holds
 
 
-def test_where_capacity_went_the_course_with_fewest_late_is_taken() -> None:
+def test_where_capacity_went_the_schedule_with_fewest_late_is_taken() -> None:
     jobs = [job("a", 100.0, 60.0, 2), job("b", 100.0, 60.0, 2)]
-    before = prove(0.0, DeviceCapacity(4), HERE, jobs, (), ALL).course
+    before = verified_decision(0.0, DeviceCapacity(4), HERE, jobs, (), ALL).schedule
     assert before.holds
-    after = prove(0.0, DeviceCapacity(2), HERE, jobs, (), ALL, before=before)
+    after = verified_decision(0.0, DeviceCapacity(2), HERE, jobs, (), ALL, before=before)
     assert sum(after.shares.values()) <= 2
-    assert len(after.course.late) == 1
+    assert len(after.schedule.late) == 1

@@ -1,0 +1,1 @@
+"""Parallel, resumable TLS streams, over which large files travel between sites."""

@@ -1,1 +1,0 @@
-"""Transfer of large updates between parameter servers over parallel, resumable TLS streams."""
