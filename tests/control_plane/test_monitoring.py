@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 
 from control_plane.pki import Authority, utc_now
 from control_plane.service._metrics import MetricsExporter
+from control_plane.service.state._sums import JobSums
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "monitoring"
@@ -28,7 +29,7 @@ def metrics() -> set[str]:
     async def nothing(_: object) -> dict[str, int]:
         return {}
 
-    federation: Any = SimpleNamespace(jobs={}, regions={}, sessions={}, clock=lambda: 0.0, read=nothing)
+    federation: Any = SimpleNamespace(jobs={}, regions={}, sessions={}, clock=lambda: 0.0, read=nothing, sums=JobSums())
     text = asyncio.run(MetricsExporter(federation).exposition()).decode()
     return set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
 
