@@ -70,7 +70,7 @@ THREADS = {
     "sync/merging/_driver.py",
     "sync/merging/_mean_collective.py",
     "sync/merging/_probe.py",
-    "sync/pipeline/_lanes.py",  # guarded: an error reaches the computing thread
+    "sync/pipeline/_stage_transfers.py",  # guarded: an error reaches the computing thread
     "sync/ps/engine.py",
     "sync/ps/execution/checkpoints.py",
     "sync/ps/execution/executor.py",
