@@ -216,7 +216,8 @@ def test_the_memory_of_rounds_of_clients_is_what_they_take(tmp_path: Path) -> No
     with_clients = _in_a_process(tmp_path, task, clients=ROUNDS)
     without = _in_a_process(tmp_path, task)
     more = 16 * told.parameters / 2**20
-    assert with_clients - without == pytest.approx(more, rel=0.25)
+    # Whether the gradient of the largest layer, a quarter of it, is there twice for a moment differs between runs.
+    assert with_clients - without == pytest.approx(more, rel=0.3)
 
 
 def _in_a_process(folder: Path, task: str, **changed: Any) -> float:
