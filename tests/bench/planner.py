@@ -5,7 +5,7 @@
 Regret: random federations of two to five regions (workers, memory, collective, interval, codec, topology and exchange;
 both objectives, some decisions fixed, with and without deadline and budget). Each is planned twice: as shipped, where
 the staffings of such small federations are all evaluated, and by the search that large ones get. Plan time: CPU seconds
-of whole plans, `explain`'s alternatives included.
+of whole plans, `explain`'s alternatives included; also where the plan chooses the batch.
 
 With `--quick` it takes two minutes.
 """
@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from report import Bar, Report, options
 from support.planner_draws import drawn_demand, drawn_federation, regret
 
-from scheduler import Demand, plan
+from scheduler import BatchPlanner, Demand, Planner, Snapshot, plan, tried_batches
 from scheduler.search import _staffings
 
 FEDERATIONS, QUICK_FEDERATIONS = 500, 48
@@ -73,13 +74,40 @@ def plan_times(report: Report) -> None:
         report.bars.append(Bar.at_most(f"plan of {regions} regions, p99", slowest, "s", most))
 
 
+def auto_batch_times(report: Report) -> None:
+    """Measure the same where the plan chooses the batch, too, of tasks that a probe has timed at four batches."""
+    for regions, (count, most) in PLANS.items():
+        took = []
+        for seed in range(QUICK_PLANS[regions] if report.quick else count):
+            rng = random.Random(seed)
+            snapshot = drawn_federation(rng, regions, most=16)
+            minimise = rng.choice(["cost", "time"])
+            demand = Demand("job", "data", batch=32, epochs=10.0, steps=None, seed=1, minimise=minimise)
+            tried = tried_batches(snapshot, demand, frozenset((16, 32, 64, 128)))
+            begun = time.thread_time()
+            first = Planner(snapshot)
+            BatchPlanner(partial(_at_batch, snapshot, first), tried).plan(demand)
+            took.append(time.thread_time() - begun)
+            report.runs.append({"part": "time, auto batch", "regions": regions, "seed": seed, "seconds": took[-1]})
+        slowest = sorted(took)[max(0, math.ceil(0.99 * len(took)) - 1)]
+        print(f"{regions} regions, batch auto: median {statistics.median(took):.3f} s, slowest {max(took):.3f} s")
+        report.bars.append(Bar.at_most(f"plan of {regions} regions with batch auto, p99", slowest, "s", most))
+
+
+def _at_batch(snapshot: Snapshot, like: Planner, batch: int) -> Planner:
+    """Return a planner for a batch, where a step of `batch` samples takes as long as 20 samples and a fixed time."""
+    speeds = {name: speed * batch / (batch + 20) for name, speed in snapshot.speeds.items()}
+    return Planner(replace(snapshot, speeds=speeds), like=like)
+
+
 def main() -> int:
-    """Run both parts."""
+    """Run all parts."""
     chosen = options(__doc__)
     report = Report("planner", chosen.quick)
     plan(drawn_federation(random.Random(0), 3), Demand("job", "data", batch=32, epochs=1.0, steps=None, seed=1))
     regrets(QUICK_FEDERATIONS if chosen.quick else FEDERATIONS, report)
     plan_times(report)
+    auto_batch_times(report)
     return report.close(chosen.json)
 
 
