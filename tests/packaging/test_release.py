@@ -6,9 +6,13 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
+from support.previous import previous_version
+
+from geofed_pb.features import ANNOUNCED
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -57,3 +61,13 @@ def test_the_commit_before_the_first_release_is_of_this_history() -> None:
         pytest.skip("this clone is shallow")
     done = subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_agent_says_all_that_a_control_plane_of_the_previous_release_asks_for() -> None:
+    """An agent may be upgraded first."""
+    file = f"{previous_version()}:proto/geofed_pb/features.py"
+    source = subprocess.run(["git", "-C", str(ROOT), "show", file], capture_output=True, text=True, check=True).stdout
+    known: dict[str, Any] = {}
+    exec(compile(source, file, "exec"), known)
+    assert len(known["FEATURES"]) > 10
+    assert set(known["FEATURES"]) <= set(ANNOUNCED)
