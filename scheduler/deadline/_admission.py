@@ -243,7 +243,7 @@ def _promises(
 ) -> tuple[WorkerLedger, dict[str, Reservation]]:
     """Return what all jobs with a deadline hold, and what is then free; ``new`` needs the margin of a new promise."""
     empty = WorkerLedger(now, capacities)
-    kept = {gang.name: empty.keep(gang) for gang in gangs if gang.fixed and gang.held >= 0}
+    kept = empty.keep(gang for gang in gangs if gang.fixed and gang.held >= 0)
     asking = [gang for gang in gangs if not gang.best_effort and gang.name not in kept]
     asking.sort(key=lambda gang: (gang.deadline_s, -gang.value, gang.since_s, gang.name))
     first: list[Gang] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -214,6 +214,12 @@ class WorkerLedger:
             self.free = np.concatenate((self.free[:, :index], self.free[:, index - 1 : index], self.free[:, index:]), 1)
         return index
 
+    def _split(self, points: Iterable[float]) -> None:
+        """Begin a step at each of many points, which are finite and not before now."""
+        grid = np.union1d(self.times, np.fromiter(points, dtype=float))
+        self.free = self.free[:, self.times.searchsorted(grid, side="right") - 1]
+        self.times = grid
+
     def fitting(self, gang: Gang) -> NDArray[np.int64]:
         """Return how many of a gang's paces, from the slowest on, fit on each step; shape (steps,)."""
         if any(row not in self.rows for row in gang.paces[0].needs):
@@ -322,9 +328,19 @@ class WorkerLedger:
         end_s = float(self.times[last]) + (need - before) / float(speeds[last])
         return Reservation((self.now, end_s), (int(fit[0]) - 1,), late=end_s > gang.deadline_s)
 
-    def keep(self, gang: Gang) -> Reservation:
-        """Hold the workers that a gang has until its work is done, free or not, since it has them already."""
-        return self._stay(gang, self.now + gang.work / gang.paces[gang.held].rate)
+    def keep(self, gangs: Iterable[Gang]) -> dict[str, Reservation]:
+        """Hold the workers that each gang has until its work is done, free or not, since it has them already."""
+        ends = [(gang, max(self.now, self.now + gang.work / gang.paces[gang.held].rate)) for gang in gangs]
+        self._split(end_s for _, end_s in ends)
+        for gang, end_s in ends:
+            end = int(self.times.searchsorted(end_s))
+            for name, count in gang.needs(gang.held).items():
+                if (row := self.rows.get(name)) is not None:
+                    self.free[row, :end] -= count
+        return {
+            gang.name: Reservation((self.now, end_s), (gang.held,), late=end_s > gang.deadline_s)
+            for gang, end_s in ends
+        }  # fmt: skip
 
     def free_now(self) -> dict[str, int]:
         """Return what is free now, by row; never below zero."""
@@ -357,7 +373,7 @@ class WorkerLedger:
         if len(chosen) != end:
             raise ValueError("a choice for each step is needed")
         self.free[:, :end] -= self._needs(gang)[chosen].T
-        kept = np.flatnonzero(np.diff(chosen, prepend=-2))
+        kept = [0, *(np.flatnonzero(chosen[1:] != chosen[:-1]) + 1)] if end else []
         times = (*(float(self.times[index]) for index in kept), end_s)
         return Reservation(times, tuple(int(chosen[index]) - 1 for index in kept), late)
 

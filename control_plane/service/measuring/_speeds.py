@@ -70,11 +70,12 @@ class JobSpeeds:
         self._paces.setdefault(region, _Pace()).record(report)
 
     def version(self) -> tuple[object, ...]:
-        """Return what changes whenever `speed` or `wanted` may have changed."""
+        """Return what changes whenever `speed` or `wanted` may have changed; the same of all jobs without either."""
+        known = (pace for pace in self._paces.values() if pace.rounds >= FEWEST_ROUNDS)
         return (
-            self.wanted,
-            self._known,
-            *(count for pace in self._paces.values() for count in (pace.rounds, id(pace))),
+            self.wanted or None,
+            self._known or None,
+            *(count for pace in known for count in (pace.rounds, id(pace))),
         )
 
     def speed(self, region: str) -> float | None:

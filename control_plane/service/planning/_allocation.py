@@ -237,7 +237,8 @@ class Allocation:
         for name, entry in together.entries.items():
             gang = self._gang(draft, entry)
             if gang is not None:
-                found[name] = replace(gang, served_s=served.get(gang.user, 0.0))
+                served_s = served.get(gang.user, 0.0)
+                found[name] = gang if gang.served_s == served_s else replace(gang, served_s=served_s)
         return found
 
     def _gang(self, draft: Draft, entry: JobEntry) -> Gang | None:

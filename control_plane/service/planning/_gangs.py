@@ -284,7 +284,9 @@ def _ways(
         found = ((dict(workers), pace(staffed, chosen.exchange_seconds, chosen.background)),)
     caution = CAUTION
     if not speeds:
-        usual = staffed_of(chosen, planned_workers(chosen), regions, {})
+        planned = planned_workers(chosen)
+        as_planned = workers == planned and not merges and not tuned
+        usual = staffed if as_planned else staffed_of(chosen, planned, regions, {})
         rate = pace(usual, chosen.exchange_seconds, chosen.background)
         caution = max(1.0, chosen.estimate.seconds.high * rate / chosen.rounds)
     return tuple(_with_devices(ways, rate / caution, chosen, regions) for ways, rate in found)
