@@ -25,7 +25,7 @@ from control_plane.store import Line, Store, copy_rows, from_line, replace_rows,
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import flush_folder, write_durably
 
-__all__ = ["Copied", "back_up", "restore"]
+__all__ = ["BackupContents", "back_up", "restore"]
 
 _FORMAT = 1
 """Version of the archive's layout."""
@@ -36,7 +36,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Copied:
+class BackupContents:
     """What a backup holds."""
 
     federation: str
@@ -48,7 +48,7 @@ class Copied:
     """Size of the file."""
 
 
-def back_up(store: Store, state_dir: Path, file: Path) -> Copied:
+def back_up(store: Store, state_dir: Path, file: Path) -> BackupContents:
     """Write a backup; the control plane may run meanwhile. The file has mode 0600, since it holds the CA's key."""
     partial = file.with_name(f"{file.name}.{os.getpid()}.part")
     at = time.time()
@@ -69,10 +69,10 @@ def back_up(store: Store, state_dir: Path, file: Path) -> Copied:
         flush_folder(file.parent)
     finally:
         partial.unlink(missing_ok=True)
-    return Copied(federation, at, count, blobs, file.stat().st_size)
+    return BackupContents(federation, at, count, blobs, file.stat().st_size)
 
 
-def restore(store: Store, state_dir: Path, file: Path) -> Copied:
+def restore(store: Store, state_dir: Path, file: Path) -> BackupContents:
     """Replace the state by a backup; no control plane may run. The caller has locked the state.
 
     Raises ``GeofedError``: ILLEGAL_STATE if a control plane leads; STATE_INVALID if the file is damaged or of a newer
@@ -98,7 +98,7 @@ def restore(store: Store, state_dir: Path, file: Path) -> Copied:
     except (tarfile.TarError, KeyError, ValueError, TypeError) as error:
         raise GeofedError("STATE_INVALID", f"{file} is not a backup, or is damaged: {error}") from None
     size = file.stat().st_size
-    return Copied(manifest["federation"], manifest["created_at"], manifest["rows"], len(blobs), size)
+    return BackupContents(manifest["federation"], manifest["created_at"], manifest["rows"], len(blobs), size)
 
 
 def _nobody_leads(store: Store) -> None:

@@ -39,7 +39,7 @@ from control_plane.service import (
     Federation,
     JobEntry,
     LeaderSilence,
-    Leading,
+    LeaderState,
     Measurements,
     MetricsExporter,
     Probing,
@@ -217,7 +217,7 @@ def _at(config: ServeConfig, ports: Ports) -> ServeConfig:
 
 async def _lead(
     config: ServeConfig, stack: AsyncExitStack, known: dict[str, JobEntry]
-) -> tuple[ServeConfig, Store, Leading]:
+) -> tuple[ServeConfig, Store, LeaderState]:
     """Open the database and begin to lead; until then, stand by, and keep the active jobs ``known``."""
     _prepare(config.state_dir)
     url, shared = stack.enter_context(locked_database(config.state_dir, config.database_url))
@@ -226,7 +226,7 @@ async def _lead(
     stack.push_async_callback(threads.close)
     async with AsyncExitStack() as standing:
         config = await _take(config, store, threads, standing, known)
-    leading = Leading(store)
+    leading = LeaderState(store)
     stack.push_async_callback(_release, threads, leading)
     step_down = _stepping_down(leading)
     stack.push_async_callback(_cancel, background(leading.keep(), step_down))
@@ -235,7 +235,7 @@ async def _lead(
     return config, store, leading
 
 
-def _stepping_down(leading: Leading) -> Callable[[GeofedError], None]:
+def _stepping_down(leading: LeaderState) -> Callable[[GeofedError], None]:
     """Return what ends the leadership after a failure of a task, so that all begins anew from the stored state."""
     return lambda error: leading.step_down(f"a task has failed: {error}")
 
@@ -305,7 +305,7 @@ async def _stand_by(config: ServeConfig, leader: str, authority: str, standing: 
     return _at(config, ports)
 
 
-async def _release(threads: StoreThreads, leading: Leading) -> None:
+async def _release(threads: StoreThreads, leading: LeaderState) -> None:
     """Let another control plane take over at once."""
     if not leading.lost.is_set():
         with contextlib.suppress(GeofedError):
@@ -322,7 +322,7 @@ class _State:
 
 
 async def _open_state(
-    config: ServeConfig, store: Store, leading: Leading, stack: AsyncExitStack, known: Mapping[str, JobEntry]
+    config: ServeConfig, store: Store, leading: LeaderState, stack: AsyncExitStack, known: Mapping[str, JobEntry]
 ) -> _State:
     """Open the keys, and load the state, before any request is served."""
     now = utc_now(time.time())

@@ -20,7 +20,7 @@ from control_plane.service.state._draft import OPERATOR
 from control_plane.service.state._entries import JobEntry, reported_workers
 from control_plane.service.state._federation import Federation
 from control_plane.service.state._job_lookup import active_jobs
-from control_plane.service.state._leadership import SILENT_SECONDS, LeaderSilence, Leading, StoreThreads
+from control_plane.service.state._leadership import SILENT_SECONDS, LeaderSilence, LeaderState, StoreThreads
 from control_plane.service.storage._deletion import require_deletable
 from control_plane.service.storage._inventory import KEEP
 from control_plane.service.storage._sweeper import Sweeper
@@ -41,7 +41,7 @@ __all__ = [
     "Federation",
     "JobEntry",
     "LeaderSilence",
-    "Leading",
+    "LeaderState",
     "Measurements",
     "MetricsExporter",
     "Probing",

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from control_plane.service import Leading
+from control_plane.service import LeaderState
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import refuse
 
@@ -33,7 +33,7 @@ class Refusing(grpc.GenericRpcHandler):
 class WhileLeading(grpc.aio.ServerInterceptor):
     """Refuses calls once the control plane may not lead any more."""
 
-    def __init__(self, leading: Leading) -> None:
+    def __init__(self, leading: LeaderState) -> None:
         self._leading = leading
 
     async def intercept_service(

@@ -17,14 +17,14 @@ from starlette.routing import BaseRoute, Route
 
 from control_plane.dashboard import Dashboard
 from control_plane.pki import hash_secret
-from control_plane.service import Leading, MetricsExporter
+from control_plane.service import LeaderState, MetricsExporter
 from control_plane.serving._address import bound_socket, split_address
 from geofed_pb.errors import GeofedError
 from geofed_pb.tasks import background
 
 
 def serving_routes(
-    meter: MetricsExporter, dashboard: Dashboard, leading: Leading, metrics_hash: str
+    meter: MetricsExporter, dashboard: Dashboard, leading: LeaderState, metrics_hash: str
 ) -> list[BaseRoute]:
     """Return the pages of a control plane that leads. ``metrics_hash``: hash of the token of `/metrics`."""
 
@@ -50,7 +50,7 @@ def standby_routes(refusal: GeofedError) -> list[BaseRoute]:
     return [Route("/{path:path}", unavailable, methods=["GET", "POST"])]
 
 
-def _while(leading: Leading, route: Route) -> Route:
+def _while(leading: LeaderState, route: Route) -> Route:
     """Have a page answer only while the control plane leads."""
 
     async def page(request: Request) -> Response:

@@ -27,7 +27,7 @@ from region_agent.gateway.embedded.replicas.replica_http import ReplicaServer
 
 __all__ = [
     "ACCEPTED", "CALLS", "CERTIFICATE_NAME", "END", "GONE_SECONDS", "MOST_HELLO_BYTES", "OUTPUT", "REFUSED", "DialOut",
-    "NotExpected", "connections_for", "is_open", "keep_alive",
+    "ReplicaRefused", "connections_for", "is_open", "keep_alive",
 ]  # fmt: skip
 
 ACCEPTED = b"ok\n"
@@ -57,7 +57,7 @@ _GIVE_UP_SECONDS = 300.0
 """Time without any connection after which the function ends: its agent is gone for good, and it costs money."""
 
 
-class NotExpected(ConnectionError):
+class ReplicaRefused(ConnectionError):
     """The gateway does not expect this replica: it has ended it, or is another one."""
 
 
@@ -126,7 +126,7 @@ class DialOut:
         return keeper.close
 
     def connect(self, context: ssl.SSLContext, **more: str) -> ssl.SSLSocket:
-        """Connect and be accepted; raises ``OSError``, of which `NotExpected` says that the gateway does not want it.
+        """Connect and be accepted. Raises ``OSError``: `ReplicaRefused` if the gateway does not expect this replica.
 
         ``more``: further members of the first line.
         """
@@ -141,7 +141,7 @@ class DialOut:
             while len(answer) < len(ACCEPTED) and (part := connection.recv(len(ACCEPTED) - len(answer))):
                 answer += part
             if answer == REFUSED:
-                raise NotExpected(f"the gateway at {self.address} does not expect this replica")
+                raise ReplicaRefused(f"the gateway at {self.address} does not expect this replica")
             if answer != ACCEPTED:
                 raise ConnectionRefusedError(f"the gateway at {self.address} does not accept this replica")
             connection.settimeout(None)
@@ -181,7 +181,7 @@ class _Keeper:
                 connection = self.dial.connect(self.context, **more)
             except (OSError, ValueError) as error:
                 # Another certificate is that of a gateway that has started since.
-                if self.refused is not None and isinstance(error, NotExpected | ssl.SSLCertVerificationError):
+                if self.refused is not None and isinstance(error, ReplicaRefused | ssl.SSLCertVerificationError):
                     self.refused()
                     return
                 if not self.serving and time.monotonic() - self.connected_at > self.alone_seconds:

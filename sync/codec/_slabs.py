@@ -13,7 +13,7 @@ from sync.codec._contract import RANGE, Codec, Tensors
 from sync.layout import Vector
 from sync.mapped_files import release
 
-__all__ = ["SLAB", "Decoding", "Slab", "Slabwise", "concatenated", "decoded", "equal_slabs", "join_slabs", "slabs_of"]
+__all__ = ["SLAB", "Decoding", "Slab", "SlabCodec", "concatenated", "decoded", "equal_slabs", "join_slabs", "slabs_of"]
 
 SLAB = 1 << 15
 """Coordinates that are encoded together: a multiple of the usual block sizes."""
@@ -47,7 +47,7 @@ def join_slabs(codec: Codec, parts: Iterable[Tensors]) -> Tensors:
     return whole
 
 
-class Slabwise(Codec, Protocol):
+class SlabCodec(Codec, Protocol):
     """A codec that encodes all slabs alike, and decodes into an existing buffer."""
 
     slab: int = SLAB

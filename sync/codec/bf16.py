@@ -6,7 +6,7 @@ import numpy as np
 
 from sync.codec._arrays import require
 from sync.codec._contract import Tensors
-from sync.codec._slabs import Slabwise
+from sync.codec._slabs import SlabCodec
 from sync.layout import Vector
 
 __all__ = ["METHODS", "BFloat16"]
@@ -15,7 +15,7 @@ _LARGEST_BF16 = np.uint32(0x7F7F0000)
 """Bits of the largest finite bfloat16, as float32."""
 
 
-class BFloat16(Slabwise):
+class BFloat16(SlabCodec):
     """The upper half of each float32, rounded to nearest even: 16 bits per coordinate."""
 
     name, mark, lossy = "bf16", 1, True

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from sync.codec._arrays import in_rows, powers, require
 from sync.codec._contract import Tensors
-from sync.codec._slabs import Slabwise
+from sync.codec._slabs import SlabCodec
 from sync.layout import Vector
 
 __all__ = ["METHODS", "Exact"]
@@ -24,7 +24,7 @@ _TYPES = {1: np.int8, 2: np.uint16, 4: np.float32}
 """Types of the arrays in a frame, which has uint16 but not int16."""
 
 
-class Exact(Slabwise):
+class Exact(SlabCodec):
     """Encodes each block of 256 coordinates exactly, in as few bytes per coordinate as possible: none if all are zero,
     one or two if they are small multiples of a power of two, otherwise four.
 

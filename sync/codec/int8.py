@@ -7,13 +7,13 @@ import numpy.typing as npt
 
 from sync.codec._arrays import in_rows, powers, require
 from sync.codec._contract import Automatic, Tensors
-from sync.codec._slabs import SLAB, Slabwise
+from sync.codec._slabs import SLAB, SlabCodec
 from sync.layout import Vector
 
 __all__ = ["METHODS", "Int8Blocks"]
 
 
-class Int8Blocks(Slabwise):
+class Int8Blocks(SlabCodec):
     """Encodes blocks of 256 coordinates with one scale, a power of two: 8.03 bits per coordinate.
 
     Compared with an exact scale, a power of two costs at most one bit of precision, and makes the residual exact.

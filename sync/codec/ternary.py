@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sync.codec._arrays import in_rows, powers, require
 from sync.codec._contract import Automatic, Tensors
-from sync.codec._slabs import Slabwise
+from sync.codec._slabs import SlabCodec
 from sync.layout import Vector
 
 __all__ = ["METHODS", "Ternary"]
@@ -29,7 +29,7 @@ _MAX_EXACT = np.float32(2.0**120)
 """Sums of squares between these bounds have lost no relevant precision in float32."""
 
 
-class Ternary(Slabwise):
+class Ternary(SlabCodec):
     """Encodes blocks of 256 coordinates with one scale, a power of two; five coordinates per byte: 1.63 bits per
     coordinate.
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sync.codec._arrays import in_rows, powers, require
 from sync.codec._contract import Automatic, Tensors
-from sync.codec._slabs import Slab, Slabwise, concatenated
+from sync.codec._slabs import Slab, SlabCodec, concatenated
 from sync.layout import Vector
 
 __all__ = ["METHODS", "ChunkedTopK"]
@@ -29,7 +29,7 @@ _SMALLEST = np.float32(2.0**-149)
 """The smallest positive float32."""
 
 
-class ChunkedTopK(Slabwise):
+class ChunkedTopK(SlabCodec):
     """Encodes at most 64 of every 4096 coordinates, as a sign and one of two magnitudes: at most 0.22 bits per
     coordinate.
 
@@ -88,7 +88,7 @@ class ChunkedTopK(Slabwise):
         return out
 
 
-class _Unpacked(Slabwise):
+class _Unpacked(SlabCodec):
     """The same with two bytes per index, and one per value."""
 
     name, mark, lossy = ChunkedTopK.name, ChunkedTopK.mark, ChunkedTopK.lossy

@@ -17,7 +17,7 @@ from geofed_pb.errors import GeofedError
 from sync.channel import Channel
 from sync.merging._exchange import Arrived, Event, ExchangePart, Fetch, Pieces, Put, Request, ValuesStored
 
-__all__ = ["Driver", "Events", "InPlace", "OneByOne", "Patience", "RequestFailed", "Threads"]
+__all__ = ["Driver", "Events", "InPlace", "Patience", "RequestFailed", "SequentialRequests", "Threads"]
 
 _UPLOADS = 2
 """Concurrent uploads; more than one, so that a merged chunk needn't wait for the parts before it."""
@@ -270,7 +270,7 @@ def _late(awaited: Sequence[int], seconds: float) -> GeofedError:
     return GeofedError("CHANNEL_TIMEOUT", f"timed out after {seconds:.3g} s waiting for values from {which}")
 
 
-class OneByOne:
+class SequentialRequests:
     """Makes one request after the other, as the workers of FasDL, LambdaML and MLLess do.
 
     They find values by listing the bucket; a channel cannot list, so each missing key is checked. For comparison only.

@@ -17,7 +17,7 @@ from sync.channel import Channel
 from sync.collective import Merged, Settings, Settled, State
 from sync.layout import Vector
 from sync.merging._arithmetic import MeanOf
-from sync.merging._driver import Driver, Events, InPlace, OneByOne, Patience, RequestFailed, Threads
+from sync.merging._driver import Driver, Events, InPlace, Patience, RequestFailed, SequentialRequests, Threads
 from sync.merging._exchange import Event, Given
 from sync.merging._members import Member
 from sync.merging._reduce_exchange import Pull, ReduceExchange
@@ -32,7 +32,7 @@ def driver_of(
     """Return the driver for a channel and a plan."""
     patience = patience or (lambda: settings.timeout_seconds)
     if settings.faithful:
-        return OneByOne(channel, patience, settings.poll_seconds)
+        return SequentialRequests(channel, patience, settings.poll_seconds)
     if channel.in_memory:
         return InPlace(channel, patience)
     looks = 1 if settings.asked is None else settings.asked.parallel

@@ -23,7 +23,7 @@ _MIN_CHUNK_ELEMENTS = 1024
 """Smallest chunk of an owner: for a smaller one, a request takes longer than it can save."""
 
 
-class _Handed:
+class _JoinedBuckets:
     """The `Buckets` of several consecutive vectors, used as those of one."""
 
     def __init__(self, starts: Sequence[int], buckets: Sequence[Buckets]) -> None:
@@ -40,14 +40,14 @@ class _Handed:
         return tuple(one for _, buckets in self._each for one in buckets.result())
 
 
-class _Apart:
+class _SplitMeans:
     """Several collectives of means, each for its own coordinates, used as one. `settle` is not supported."""
 
     def __init__(self, starts: Sequence[int], collectives: Sequence[Any]) -> None:
         self._starts, self._collectives = starts, collectives
 
-    def begin(self, step: int, weight: float) -> _Handed:
-        return _Handed(self._starts, [one.begin(step, weight) for one in self._collectives])
+    def begin(self, step: int, weight: float) -> _JoinedBuckets:
+        return _JoinedBuckets(self._starts, [one.begin(step, weight) for one in self._collectives])
 
     def merge(self, step: int, vector: Vector, weight: float) -> tuple[Merged, ...]:
         handed = self.begin(step, weight)
@@ -102,7 +102,7 @@ class GroupMerge:
                 open_collective(_clipped(settings, start, stop), member, channel, f"{place}/{start}", stop - start)
                 for start, stop in itertools.pairwise(ends)
             ]
-            collective: Any = each[0] if len(each) == 1 else _Apart(ends[:-1], each)
+            collective: Any = each[0] if len(each) == 1 else _SplitMeans(ends[:-1], each)
             self._collective = collective
             self._merge = GradientMerge(flat, collective, overlap=overlap)
         self._weight, self._step = 0.0, 0

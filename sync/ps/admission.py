@@ -18,7 +18,7 @@ from sync.file_transfer.manifest import Manifest
 from sync.file_transfer.signing import verify
 from sync.file_transfer.wire import manifest_of
 from sync.ps.config import PsConfig
-from sync.ps.core.events import Event, Misbehaved
+from sync.ps.core.events import Event, PeerMisbehaved
 from sync.ps.manifest_limits import ManifestLimits
 from sync.tcp_streams.sockets import Tls
 
@@ -147,7 +147,7 @@ class Admission:
 
     def blame(self, manifest: Manifest, text: str) -> None:
         """Report that a region has sent what no region may send: its update of this round can never be merged."""
-        self._feed(Misbehaved(manifest.region, text))
+        self._feed(PeerMisbehaved(manifest.region, text))
 
 
 def _keep(path: Path, content: object) -> None:

@@ -23,6 +23,7 @@ from sync.layout import Layout, Vector
 from sync.ps.controller import Controller
 from sync.ps.core.actions import (
     Action,
+    CheckInitialModel,
     Failed,
     Forget,
     LogRoundEnd,
@@ -30,7 +31,6 @@ from sync.ps.core.actions import (
     MergeUpdates,
     Refuse,
     Reply,
-    Reproduce,
     Restart,
     SendUpdates,
     SetTimer,
@@ -53,7 +53,7 @@ from sync.ps.core.synchronous import Synchronous
 from sync.ps.execution.executor import ActionExecutor, merged_key
 from sync.ps.execution.own_updates import FramedUpdate
 from sync.ps.execution.threads import lower_priority
-from sync.ps.waiting_time import Standstill, waits_only
+from sync.ps.waiting_time import WaitTimes, waits_only
 from sync.wan import ExchangeSettings, LinkSample
 
 __all__ = ["Engine", "merged_key"]
@@ -86,7 +86,7 @@ class Engine:
         self.on_ship: Callable[[SendUpdates], None] = lambda _: None
         self.on_reproduced: Callable[[FramedUpdate], None] = lambda _: None
         """Called with the initial model's update if our own workers have initialised the model."""
-        self.standstill = Standstill()
+        self.standstill = WaitTimes()
         self.arriving: Callable[[], Iterable[tuple[str, int]]] = tuple
         """Returns the updates that are being received, by region and sequence."""
         self.times: dict[str, float] = {}
@@ -230,7 +230,7 @@ class Engine:
                 | Forget()
             ):
                 self._start(self._in_thread(action))
-            case Reproduce():
+            case CheckInitialModel():
                 self._start(self._reproduce(action))
             case SetTimer():
                 self._set_timer(action)
@@ -255,7 +255,7 @@ class Engine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _reproduce(self, action: Reproduce) -> None:
+    async def _reproduce(self, action: CheckInitialModel) -> None:
         try:
             loop = asyncio.get_running_loop()
             first = await loop.run_in_executor(self._disk, self.executor.reproduced, action)

@@ -30,7 +30,7 @@ from sync.mapped_files import locked
 from sync.ps.admission import MAX_WITNESSES, Admission
 from sync.ps.config import PsConfig
 from sync.ps.core.actions import SendUpdates
-from sync.ps.core.events import PeerHas, StateLost, SumGone, Tried, Unreached, UpdateStored
+from sync.ps.core.events import PeerHas, PeerUnreachable, SendAttempted, StateLost, SumGone, UpdateStored
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.engine import Engine
 from sync.ps.execution.own_updates import FramedUpdate
@@ -104,8 +104,8 @@ class PeerLinks:
                 self._collect,
                 lambda: self.bulk.port if self.bulk else 0,
                 SenderCallbacks(
-                    lambda peer, manifest: self._engine.feed(Tried(peer, manifest)),
-                    lambda peer: self._engine.feed(Unreached(peer)),
+                    lambda peer, manifest: self._engine.feed(SendAttempted(peer, manifest)),
+                    lambda peer: self._engine.feed(PeerUnreachable(peer)),
                     lambda peer, origin, sequence: self._engine.feed(PeerHas(peer, sequence, origin)),
                     lambda manifest: self._engine.feed(SumGone(manifest)),
                     signed=self._sign,

@@ -19,7 +19,7 @@ from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync.file_transfer.signing import signature_of, verify_signature
 from sync.file_transfer.wire import open_channel
 from sync.ps.config import PsConfig
-from sync.ps.core.events import MaskKeyKnown, Misbehaved
+from sync.ps.core.events import MaskKeyKnown, PeerMisbehaved
 from sync.ps.engine import Engine
 from sync.ps.execution.mask_file import MaskFile
 from sync.secure import PairMasks
@@ -139,7 +139,7 @@ class MaskKeys:
             elif same:
                 what = f"has announced the mask key of {same}"
             if what:
-                self._engine.feed(Misbehaved(proto.region, f"{proto.region} {what}"))
+                self._engine.feed(PeerMisbehaved(proto.region, f"{proto.region} {what}"))
                 return
             fresh[proto.region] = told
         if fresh:

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from sync.ps.core.machine import Machine
 
-__all__ = ["Standstill", "waits_only"]
+__all__ = ["WaitTimes", "waits_only"]
 
 
-class Standstill:
+class WaitTimes:
     """Divides the time in which workers stand still: they *wait* for other regions that are not ready, and the rest is
     *exchange*: sending, receiving and merging."""
 

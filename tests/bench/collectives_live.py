@@ -47,7 +47,7 @@ from sync.channel_clients import _s3, open_channel
 from sync.collective import ChannelCosts, Settings
 from sync.means import weighted_mean
 from sync.merging import MeanCollective, Member, _driver, probe
-from sync.merging._driver import OneByOne
+from sync.merging._driver import SequentialRequests
 from sync.merging._exchange import Arrived, Delete, ExchangePart, Fetch, Put, ValuesStored
 
 S3_LATENCY = {"put_seconds": 0.1, "get_seconds": 0.02, "list_seconds": 0.03}
@@ -85,7 +85,7 @@ class Run:
     """Share of the machine's cores that was in use by anybody meanwhile."""
 
 
-class AsPublished(OneByOne):
+class AsPublished(SequentialRequests):
     """Lists the bucket to find values, and deletes when the merge is over: only until then does it count."""
 
     def __init__(self, channel: Any, kind: str, settings: Settings, prefix: str) -> None:

@@ -27,7 +27,7 @@ from bench.report import Bar, Report, options
 
 from region_agent.worker.data.formats import FORMATS
 from region_agent.worker.data.index import BlockIndex, least_block_bytes
-from region_agent.worker.data.loading import Drawn, Loading
+from region_agent.worker.data.loading import DrawnSamples, Loading
 from region_agent.worker.data.order import BlockOrder
 from region_agent.worker.data.shard import BatchStream
 from region_agent.worker.data.sources import Sources
@@ -195,7 +195,7 @@ def _making(link: Connection, workers: int, steps: int) -> None:
     begun = 0.0
     for step in range(1, steps + 1):
         coming = range(step, min(step + loading.ahead, steps) + 1)
-        loading.take([Drawn("train", stream.groups(one, [SLOW_BATCH]), (1, one)) for one in coming])
+        loading.take([DrawnSamples("train", stream.groups(one, [SLOW_BATCH]), (1, one)) for one in coming])
         # The first one waits for processes to be forked.
         begun = begun or time.monotonic()
         time.sleep(COMPUTE_SECONDS)

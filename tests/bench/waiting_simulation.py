@@ -38,12 +38,12 @@ from sync.ps.core.events import (
     MetricsStored,
     OwnUpdateStored,
     PeerHas,
+    PeerUnreachable,
     Restarted,
     RoundEndLogged,
+    SendAttempted,
     Summed,
     TimerFired,
-    Tried,
-    Unreached,
     UpdatesMerged,
     UpdateStored,
 )  # fmt: skip
@@ -194,11 +194,11 @@ class _Site:
         self.busy.add(to)
         rate = self.world.rate_mbps(self.name, to)
         if not rate:
-            self.feed(Unreached(to))
+            self.feed(PeerUnreachable(to))
             self.world.after(RETRY_SECONDS, lambda: self._again(to))
             return
         manifest = self.queues[to][0]
-        self.feed(Tried(to, manifest))
+        self.feed(SendAttempted(to, manifest))
         takes = 8e-6 * manifest.total_bytes / rate + RTT_SECONDS / 2
         self.world.after(takes, lambda: self._arrive(to, manifest))
 

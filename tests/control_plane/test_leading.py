@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from control_plane.service.state import _leadership
-from control_plane.service.state._leadership import Leading
+from control_plane.service.state._leadership import LeaderState
 from geofed_pb.errors import GeofedError
 
 
@@ -45,7 +45,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def led(scenario: Any) -> None:
     """Run a scenario while signs of life are given."""
     database = Database()
-    leading = Leading(cast(Any, database))
+    leading = LeaderState(cast(Any, database))
 
     async def run() -> None:
         keeping = asyncio.create_task(leading.keep())

@@ -290,7 +290,7 @@ def test_a_session_whose_reader_fails_ends_with_a_code(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("owner", "method"),
     [
-        (server, "_tick"), (server, "_keep_certificate"), (server.Replanner, "run"), (server.Leading, "keep"),
+        (server, "_tick"), (server, "_keep_certificate"), (server.Replanner, "run"), (server.LeaderState, "keep"),
         (_web._WithoutSignals, "serve"),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.platforms import PLATFORMS
 from region_agent.config import FileChannelConfig, RedisChannelConfig, S3ChannelConfig, load_config
 from region_agent.partition.channel import RegionChannel, channel_text
-from region_agent.worker.training.merging import Fenced
+from region_agent.worker.training.merging import FencedChannel
 from sync.channel_clients import FileChannel, fence_key, open_channel
 
 REGION = """\
@@ -103,7 +103,7 @@ def test_credentials_do_not_belong_into_the_url(tmp_path: Path) -> None:
 
 def test_a_wait_ends_when_the_attempt_is_over(tmp_path: Path) -> None:
     channel = FileChannel(tmp_path)
-    fenced = Fenced(channel, 3)
+    fenced = FencedChannel(channel, 3)
     channel.put("c/3/here", [b"x"])
     assert [key for key, _ in fenced.wait(("c/3/here",), 5.0)] == ["c/3/here"]
     ended: list[str] = []

@@ -41,15 +41,15 @@ from sync.ps.core.events import (
     MetricsStored,
     OwnUpdateStored,
     PeerHas,
+    PeerUnreachable,
     ReduceArrived,
     Restarted,
     RoundEndLogged,
+    SendAttempted,
     StateLost,
     SumGone,
     Summed,
     TimerFired,
-    Tried,
-    Unreached,
     UpdatesMerged,
     UpdateStored,
 )
@@ -699,11 +699,11 @@ class Miniature:
             cut = frozenset((name, to)) in self.cut
             if not cut or to not in site.failing:
                 # A link that is cut under an update may have carried it.
-                site.feed(Tried(to, manifest))
+                site.feed(SendAttempted(to, manifest))
                 self.wan.append(Message(name, to, manifest))
             if cut:
                 site.failing.add(to)
-                site.feed(Unreached(to))
+                site.feed(PeerUnreachable(to))
             else:
                 site.failing.discard(to)
 

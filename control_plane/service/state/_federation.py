@@ -43,7 +43,7 @@ from control_plane.service.state._changes import Changes
 from control_plane.service.state._draft import OPERATOR, Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry, reported_workers
 from control_plane.service.state._job_lookup import JobLookup, active_jobs
-from control_plane.service.state._leadership import Leading, StoreThreads
+from control_plane.service.state._leadership import LeaderState, StoreThreads
 from control_plane.service.state._notifier import Notifier
 from control_plane.service.state._sums import JobSums
 from control_plane.spec import JobSpec, packed_code_digest
@@ -78,10 +78,10 @@ class Federation:
         clock: Callable[[], float],
         lease: timedelta,
         name: str,
-        leading: Leading | None = None,
+        leading: LeaderState | None = None,
     ) -> None:
         self.name = name
-        self.leading = leading or Leading(store)
+        self.leading = leading or LeaderState(store)
         self.blobs = blobs
         self.clock = clock
         self.lease = lease

@@ -78,7 +78,7 @@ class StoreThreads:
             limit = _FURTHER_SECONDS
 
 
-class Leading:
+class LeaderState:
     """Knows whether this control plane leads."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = boot_clock) -> None:

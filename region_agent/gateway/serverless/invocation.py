@@ -24,7 +24,7 @@ from pathlib import Path
 from geofed_pb.errors import GeofedError
 from region_agent.gateway.call_token import CallToken
 from region_agent.gateway.container import HANDLER, FunctionServer
-from region_agent.gateway.dial_out import END, OUTPUT, DialOut, NotExpected, connections_for
+from region_agent.gateway.dial_out import END, OUTPUT, DialOut, ReplicaRefused, connections_for
 from region_agent.gateway.embedded.replicas.memory import private_bytes
 from region_agent.gateway.handler_process import HandlerProcess
 from region_agent.gateway.quantities import parse_duration
@@ -51,7 +51,7 @@ _PART_BYTES = 16384
 
 
 @dataclass(frozen=True)
-class _Over:
+class _InvocationEnd:
     reason: str
     """``dismissed``, ``alone``, ``time`` or ``crash``."""
     text: str
@@ -83,11 +83,11 @@ def _serve(order: Order, ends_at: float, handler: str, folder: Path) -> str:
         exec_timeout = parse_duration(limit)
     except ValueError as error:
         raise GeofedError("CONFIG_INVALID", f"exec_timeout: {error}", hint="write it like 10m") from None
-    over: queue.SimpleQueue[_Over] = queue.SimpleQueue()
+    over: queue.SimpleQueue[_InvocationEnd] = queue.SimpleQueue()
     dial, instance, calls = order.dial, uuid.uuid4().hex, max(1, int(inflight))
 
     def failed(status: int) -> None:
-        over.put(_Over("crash", f"the handler could not be loaded: its process exited with status {status}"))
+        over.put(_InvocationEnd("crash", f"the handler could not be loaded: its process exited with status {status}"))
 
     output = _Output(dial, instance)
     process = HandlerProcess(handler, calls, failed, env=env, output=output.descriptor, memory_bytes=memory_bytes)
@@ -96,8 +96,8 @@ def _serve(order: Order, ends_at: float, handler: str, folder: Path) -> str:
         server = FunctionServer(unused, process, calls, exec_timeout, CallToken(token))
         process.start()
         close = dial.serve(
-            server, connections_for(calls), lambda: over.put(_Over("alone", "it reached no gateway")),
-            alone_seconds=_ALONE_SECONDS, refused=lambda: over.put(_Over("dismissed", "")), instance=instance,
+            server, connections_for(calls), lambda: over.put(_InvocationEnd("alone", "it reached no gateway")),
+            alone_seconds=_ALONE_SECONDS, refused=lambda: over.put(_InvocationEnd("dismissed", "")), instance=instance,
             left=lambda: ends_at - time.monotonic(),
         )  # fmt: skip
         ended = _wait(over, process, ends_at - _LEAVE_SECONDS, memory_bytes)
@@ -128,19 +128,21 @@ def _environment(order: Order, folder: Path) -> dict[str, str]:
     return {**kept, **own, **order.env, "OPENFAAS_SECRETS": str(secrets)}
 
 
-def _wait(over: queue.SimpleQueue[_Over], process: HandlerProcess, until: float, memory_bytes: int) -> _Over:
+def _wait(
+    over: queue.SimpleQueue[_InvocationEnd], process: HandlerProcess, until: float, memory_bytes: int
+) -> _InvocationEnd:
     """Wait until the invocation is over, and kill a handler that exceeds its memory: the platform would end all."""
     most = int(memory_bytes * _MEMORY_SHARE)
     while True:
         with contextlib.suppress(queue.Empty):
             return over.get(timeout=_LOOK_SECONDS)
         if time.monotonic() > until:
-            return _Over("time", "it has reached its platform's time limit")
+            return _InvocationEnd("time", "it has reached its platform's time limit")
         if process.pid is not None and private_bytes([os.getpid()], most) > most:
             process.kill_over_memory()
 
 
-def _tell(dial: DialOut, instance: str, ended: _Over) -> None:
+def _tell(dial: DialOut, instance: str, ended: _InvocationEnd) -> None:
     with contextlib.suppress(OSError):
         dial.connect(dial.context, instance=instance, use=END, reason=ended.reason, text=ended.text).close()
 
@@ -175,7 +177,7 @@ class _Output:
                 except (OSError, ValueError) as error:
                     _close(connection)
                     connection = None
-                    if isinstance(error, NotExpected | ssl.SSLCertVerificationError) or self._over:
+                    if isinstance(error, ReplicaRefused | ssl.SSLCertVerificationError) or self._over:
                         break
                     time.sleep(1)
             # Nobody takes the rest, but who writes it must not wait for ever.

@@ -16,14 +16,14 @@ from region_agent.worker.data.streamed import Streamed
 from region_agent.worker.task import TaskModule
 from sync.seeding import reseed_cpu
 
-__all__ = ["Drawn", "Loading"]
+__all__ = ["DrawnSamples", "Loading"]
 
 Made = list[tuple[int, Any]]
 """Batches, each with its number of samples that are not None."""
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnSamples:
     """Samples of a step, or of a batch of an evaluation."""
 
     split: str
@@ -48,7 +48,7 @@ class Loading:
         self._loaders: Loaders | None = None
         self._ended_cpu_seconds = 0.0
 
-    def take(self, wanted: Sequence[Drawn]) -> Made:
+    def take(self, wanted: Sequence[DrawnSamples]) -> Made:
         """Return the batches of the first of what is wanted. The others come next, and may be made ahead.
 
         Leaves random generators of the CPU in any state.
@@ -70,7 +70,7 @@ class Loading:
             raise
         return made
 
-    def _with_rows(self, drawn: Drawn) -> tuple[Drawn, dict[int, Any] | None]:
+    def _with_rows(self, drawn: DrawnSamples) -> tuple[DrawnSamples, dict[int, Any] | None]:
         """Add the rows of data with a format: the worker reads them, so that each block is read once."""
         data = self._data[drawn.split]
         if not isinstance(data, Streamed):
@@ -78,7 +78,7 @@ class Loading:
         indices = list(dict.fromkeys(index for group in drawn.groups for index in group))
         return drawn, dict(zip(indices, data.rows.__getitems__(indices), strict=True))
 
-    def made_here(self, drawn: Drawn) -> Made:
+    def made_here(self, drawn: DrawnSamples) -> Made:
         """Make batches in this process, whatever is being made ahead.
 
         Leaves random generators of the CPU in any state.
@@ -90,7 +90,7 @@ class Loading:
         with self._task.calling("dataset"), torch.autocast("cpu", enabled=False), torch.enable_grad():
             return [collated(data, list(group), self._collate) for group in drawn.groups]
 
-    def _made_elsewhere(self, request: tuple[Drawn, dict[int, Any] | None]) -> Made:
+    def _made_elsewhere(self, request: tuple[DrawnSamples, dict[int, Any] | None]) -> Made:
         """Make batches in another process."""
         drawn, rows = request
         if rows is not None:

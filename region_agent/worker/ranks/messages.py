@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from geofed_pb.user_code.recording import Sums
-from region_agent.worker.data.loading import Drawn
+from region_agent.worker.data.loading import DrawnSamples
 from sync.framing import Array
 
 __all__ = [
@@ -61,9 +61,9 @@ class Begin:
 class RankStep:
     """Compute the gradients of a step."""
 
-    own: tuple[Drawn, ...]
+    own: tuple[DrawnSamples, ...]
     """This rank's samples of the step, and of the next ones."""
-    all: tuple[Drawn, ...]
+    all: tuple[DrawnSamples, ...]
     """Samples of each rank in the step."""
     seeds: tuple[int, ...]
     """What the random numbers of the step follow from."""

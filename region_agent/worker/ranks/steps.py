@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.data.loading import Drawn, Loading
+from region_agent.worker.data.loading import DrawnSamples, Loading
 from region_agent.worker.data.shard import BatchStream, move, parts_of, share_of
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.ranks.devices import per_device
@@ -96,7 +96,7 @@ class RankedSteps:
             value = passes.run(parts, samples, lambda own: ready(own, samples))
         return samples, value + sum(one.value for one in made)
 
-    def _drawn(self, step: int, seeds: tuple[int, ...]) -> tuple[Drawn, ...]:
+    def _drawn(self, step: int, seeds: tuple[int, ...]) -> tuple[DrawnSamples, ...]:
         """Return the samples of each rank in a step: the worker's, divided as evenly as can be."""
         number, count = len(self.ranks.devices), self._stream.count(step)
         at_once = per_device(self._call.batch, number)
@@ -105,6 +105,8 @@ class RankedSteps:
         ]
         groups = iter(self._stream.groups(step, [size for of_rank in sizes for size in of_rank]))
         return tuple(
-            Drawn("train", tuple(next(groups) for _ in of_rank), (*seeds, _SAMPLES_SEED, *([rank] if rank else [])))
+            DrawnSamples(
+                "train", tuple(next(groups) for _ in of_rank), (*seeds, _SAMPLES_SEED, *([rank] if rank else []))
+            )
             for rank, of_rank in enumerate(sizes)
         )

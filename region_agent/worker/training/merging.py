@@ -39,7 +39,7 @@ from sync.flat import FlatModel
 from sync.merging import MeanCollective, Member, open_collective
 from sync.merging.gradients import GradientMerge
 
-__all__ = ["Fenced", "Merging", "PeerTimeout", "group_settings", "merging_for"]
+__all__ = ["FencedChannel", "Merging", "PeerTimeout", "group_settings", "merging_for"]
 
 _PREFIX = "c"
 """Prefix of the keys of collectives; the attempt follows."""
@@ -247,7 +247,7 @@ class ChannelCollective(SingleWorker):
         self._collective.close()
 
 
-class Fenced:
+class FencedChannel:
     """A channel whose waits raise FENCED when the attempt is over, so that no worker waits for others that are gone.
 
     Repeated calls of `get` without a result check for the attempt's fence at an interval.
@@ -316,7 +316,7 @@ def merging_for(
     in_parts = in_parts and len(devices_of(call)) == 1
     settings = replace(settings, in_parts=in_parts)
     timeout = PeerTimeout(begun + call.slice_seconds + CALL_GRACE.total_seconds() - _STORE_SECONDS)
-    fenced: Any = Fenced(channel, call.attempt)
+    fenced: Any = FencedChannel(channel, call.attempt)
     # What is shared are changes of the model, or gradients.
     size = flat.layout.size if method.shares == "changes" else flat.layout.gradient_size
     collective = open_collective(settings, member, fenced, _PREFIX, size, timeout)

@@ -19,7 +19,7 @@ from region_agent.worker.ps_client import PsClient
 from region_agent.worker.ranks.devices import own_device
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.learning_rate import LearningRateSchedule
-from region_agent.worker.training.merging import Fenced, group_settings
+from region_agent.worker.training.merging import FencedChannel, group_settings
 from region_agent.worker.training.optimizer_state import State, dump_state, load_state
 from region_agent.worker.training.stage_checkpoints import StageCheckpoints, state_key
 from region_agent.worker.training.trainer import checked_loss
@@ -78,7 +78,7 @@ class ModelStage:
                 call.rounds * call.steps_per_round,
                 own=lambda: task.schedule(parameters),
             )
-        self._fenced = Fenced(channel, call.attempt)
+        self._fenced = FencedChannel(channel, call.attempt)
         settings, member = group_settings(call, self.flat), Member(replica, call.degree, call.attempt)
         merge_channel = channel if settings.asked is not None else self._fenced
         # Each group has its own prefix in the attempt's tree of keys.

@@ -18,7 +18,7 @@ import torch
 from geofed_pb.errors import GeofedError
 from region_agent.worker.compiling import compile_calls
 from region_agent.worker.data.batches import Batches
-from region_agent.worker.data.loading import Drawn, Loading
+from region_agent.worker.data.loading import DrawnSamples, Loading
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, parts_of
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.ps_client import PsClient
@@ -200,7 +200,7 @@ def test_batches(
 
     def made(parts: list[list[int]], place: int) -> tuple[int, Any]:
         coming = enumerate(parts[place : place + loading.ahead + 1], place)
-        drawn = [Drawn("test", (tuple(part),), (*seeds, _SAMPLES_SEED, at)) for at, part in coming]
+        drawn = [DrawnSamples("test", (tuple(part),), (*seeds, _SAMPLES_SEED, at)) for at, part in coming]
         with kept_random():
             (found,) = loading.take(drawn)
         return found
@@ -351,10 +351,10 @@ class WholeModel:
         self.counted, value = ranked.step(coming, self._seeds, ready)
         return checked_loss(value, step)
 
-    def _drawn(self, step: int) -> Drawn:
+    def _drawn(self, step: int) -> DrawnSamples:
         """Return this worker's samples of a step."""
         groups = self._stream.groups(step, parts_of(self.share(step), self._call.batch))
-        return Drawn("train", groups, (*self._seeds(step), _SAMPLES_SEED))
+        return DrawnSamples("train", groups, (*self._seeds(step), _SAMPLES_SEED))
 
     def _seeds(self, number: int) -> tuple[int, ...]:
         return self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, number

@@ -11,6 +11,7 @@ from sync.ps.core.answers import Answer
 
 __all__ = [
     "Action",
+    "CheckInitialModel",
     "Failed",
     "Forget",
     "LogRoundEnd",
@@ -18,7 +19,6 @@ __all__ = [
     "MergeUpdates",
     "Refuse",
     "Reply",
-    "Reproduce",
     "Restart",
     "SendUpdates",
     "SetTimer",
@@ -95,7 +95,7 @@ class StoreOwnUpdate:
 
 
 @dataclass(frozen=True)
-class Reproduce:
+class CheckInitialModel:
     """Check whether our own workers have initialised the same model as the first region's, which then needn't be
     received."""
 
@@ -213,7 +213,7 @@ Action = (
     | MergeGradients
     | LogRoundEnd
     | StoreOwnUpdate
-    | Reproduce
+    | CheckInitialModel
     | SendUpdates
     | SumUp
     | MergeUpdates

@@ -23,21 +23,21 @@ __all__ = [
     "MaskKeyKnown",
     "Measured",
     "MetricsStored",
-    "Misbehaved",
     "OwnUpdateStored",
     "PeerHas",
+    "PeerMisbehaved",
+    "PeerUnreachable",
     "Progress",
     "ReduceArrived",
     "ResourceUsage",
     "Restarted",
     "RoundEndLogged",
+    "SendAttempted",
     "StateLost",
     "Stepped",
     "SumGone",
     "Summed",
     "TimerFired",
-    "Tried",
-    "Unreached",
     "UpdateStored",
     "UpdatesMerged",
 ]
@@ -165,7 +165,7 @@ class UpdateStored:
 
 
 @dataclass(frozen=True)
-class Misbehaved:
+class PeerMisbehaved:
     """Another region has sent, as its own, what no region may send."""
 
     region: str
@@ -183,7 +183,7 @@ class PeerHas:
 
 
 @dataclass(frozen=True)
-class Tried:
+class SendAttempted:
     """An update is about to be sent to a peer, which may have it from now on."""
 
     region: str
@@ -191,7 +191,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Unreached:
+class PeerUnreachable:
     """A peer could not be reached at the last attempt."""
 
     region: str
@@ -306,10 +306,10 @@ Event = (
     | RoundEndLogged
     | OwnUpdateStored
     | UpdateStored
-    | Misbehaved
+    | PeerMisbehaved
     | PeerHas
-    | Tried
-    | Unreached
+    | SendAttempted
+    | PeerUnreachable
     | Summed
     | SumGone
     | StateLost

@@ -21,13 +21,13 @@ from dataclasses import dataclass, field, replace
 from sync.file_transfer.manifest import Manifest, Verdict
 from sync.ps.core.actions import (
     Action,
+    CheckInitialModel,
     Failed,
     Forget,
     LogRoundEnd,
     MergeGradients,
     Refuse,
     Reply,
-    Reproduce,
     StoreMetrics,
     StoreOwnUpdate,
 )
@@ -44,21 +44,21 @@ from sync.ps.core.events import (
     MaskKeyKnown,
     Measured,
     MetricsStored,
-    Misbehaved,
     OwnUpdateStored,
     PeerHas,
+    PeerMisbehaved,
+    PeerUnreachable,
     Progress,
     ReduceArrived,
     ResourceUsage,
     Restarted,
     RoundEndLogged,
+    SendAttempted,
     StateLost,
     Stepped,
     SumGone,
     Summed,
     TimerFired,
-    Tried,
-    Unreached,
     UpdatesMerged,
     UpdateStored,
 )
@@ -429,9 +429,9 @@ class Machine(abc.ABC):
             case UpdateStored():
                 self.ledger.add(event.manifest)
                 return self._heard(event.manifest) + self._ship() + self._try_apply()
-            case Misbehaved():
+            case PeerMisbehaved():
                 return self._fail(Failed("PEER_INVALID", event.text))
-            case PeerHas() | StateLost() | Tried() | Unreached() | Summed() | SumGone():
+            case PeerHas() | StateLost() | SendAttempted() | PeerUnreachable() | Summed() | SumGone():
                 return self._delivering(event)
             case TimerFired():
                 return self._timer_fired()
@@ -529,7 +529,7 @@ class Machine(abc.ABC):
             )
         if not first and event.initial_key and not self._reproduced:
             self._reproduced = True
-            actions.append(Reproduce(event.initial_key))
+            actions.append(CheckInitialModel(event.initial_key))
         return actions
 
     # Steps
@@ -586,7 +586,9 @@ class Machine(abc.ABC):
         self._boundary.preparing = False
         return self._was_prepared(manifest) + self._ship() + self._try_apply()
 
-    def _delivering(self, event: PeerHas | StateLost | Tried | Unreached | Summed | SumGone) -> list[Action]:
+    def _delivering(
+        self, event: PeerHas | StateLost | SendAttempted | PeerUnreachable | Summed | SumGone
+    ) -> list[Action]:
         """Handle what is known of a peer, of its link, or of a sum of updates for it."""
         sums = self.ledger.sums
         match event:
@@ -596,10 +598,10 @@ class Machine(abc.ABC):
                 # If the peer has part of a sum, it now gets the rest of the updates instead.
                 shipped = self._ship() if sums.has_any else []
                 return shipped + self._forget() + self._try_apply()
-            case Tried():
+            case SendAttempted():
                 sums.tried(event.region, event.manifest)
                 return []
-            case Unreached():
+            case PeerUnreachable():
                 sums.unreached(event.region)
                 return self._sum_up()
             case StateLost():

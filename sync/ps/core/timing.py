@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from sync.ps.core.waiting_settings import WaitingSettings
 
-__all__ = ["AlonePace", "RoundClock", "RoundDurations", "UpdateGaps", "WaitBudget"]
+__all__ = ["RoundClock", "RoundDurations", "SoloPacing", "UpdateGaps", "WaitBudget"]
 
 _NEWEST_WEIGHT = 0.2
 """Weight of the newest gap in the moving average: about five updates tell a region's pace."""
@@ -200,7 +200,7 @@ class RoundClock:
 
 
 @dataclass
-class AlonePace:
+class SoloPacing:
     """When a region that is alone may end its rounds."""
 
     settings: WaitingSettings

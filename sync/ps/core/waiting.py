@@ -51,7 +51,7 @@ from dataclasses import dataclass, field
 from sync.ps.core.actions import WaitReason
 from sync.ps.core.machine import Setup
 from sync.ps.core.membership import Membership
-from sync.ps.core.timing import AlonePace, RoundClock, RoundDurations, UpdateGaps, WaitBudget
+from sync.ps.core.timing import RoundClock, RoundDurations, SoloPacing, UpdateGaps, WaitBudget
 from sync.wan import LinkSample
 
 __all__ = ["Continue", "WaitUntil", "WaitView", "WaitingPolicy", "WorkerWait"]
@@ -150,7 +150,7 @@ class WaitingPolicy:
     hold: WorkerWait | None = None
     grace_over_round: int = -1
     """The last round whose grace time is over."""
-    _alone_pace: AlonePace = field(init=False)
+    _alone_pace: SoloPacing = field(init=False)
     _grace: tuple[int, float] | None = None
     """A round and the end of its grace time."""
     _pause: _Pause | None = None
@@ -165,7 +165,7 @@ class WaitingPolicy:
         settings = self.setup.waiting
         self.membership, self.durations = Membership(settings), RoundDurations(settings)
         self.gaps, self.budget = UpdateGaps(settings), WaitBudget(settings)
-        self.clock, self._alone_pace = RoundClock(settings), AlonePace(settings)
+        self.clock, self._alone_pace = RoundClock(settings), SoloPacing(settings)
 
     # What has happened
 

@@ -22,11 +22,11 @@ from sync.means import weighted_mean
 from sync.policy import Contribution, Policy
 from sync.ps.core.actions import (
     Action,
+    CheckInitialModel,
     Forget,
     LogRoundEnd,
     MergeGradients,
     MergeUpdates,
-    Reproduce,
     Restart,
     StoreMetrics,
     StoreOwnUpdate,
@@ -356,7 +356,7 @@ class ActionExecutor:
             raise GeofedError("INTERNAL", "no worker has reported the model's layout")
         return from_safetensors(layout, path, self._initial_holds, own, self._initial_adapter)
 
-    def reproduced(self, action: Reproduce) -> FramedUpdate | None:
+    def reproduced(self, action: CheckInitialModel) -> FramedUpdate | None:
         """Return the update that sends the initial model, built from the file of it or, without one, from the model
         that our own workers initialised.
 

@@ -825,7 +825,7 @@ def test_an_event_of_another_kind_is_refused_without_its_values() -> None:
 
 
 async def test_a_second_process_of_a_replica_is_not_expected() -> None:
-    from region_agent.gateway.dial_out import END, OUTPUT, NotExpected
+    from region_agent.gateway.dial_out import END, OUTPUT, ReplicaRefused
     from region_agent.gateway.embedded.dialled import Listener
 
     parts: list[bytes] = []
@@ -836,7 +836,7 @@ async def test_a_second_process_of_a_replica_is_not_expected() -> None:
         dial = dialled.expect("one", Listener(parts.append, lambda reason, text: ends.append((reason, text))))
         context = dial.context
         output = await asyncio.to_thread(dial.connect, context, instance="first", use=OUTPUT)
-        with pytest.raises(NotExpected):
+        with pytest.raises(ReplicaRefused):
             await asyncio.to_thread(dial.connect, context, instance="second")
         for wrong in ({"use": "other"}, {"left": "soon"}, {"left": "nan"}, {"left": "-1"}):
             with pytest.raises(OSError):

@@ -16,7 +16,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training import merging
-from region_agent.worker.training.merging import Fenced, Merging, PeerTimeout, merging_for
+from region_agent.worker.training.merging import FencedChannel, Merging, PeerTimeout, merging_for
 from sync.channel_clients import FileChannel, fence_key
 from sync.collective import ChannelCosts
 from sync.flat import FlatModel
@@ -143,7 +143,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Any) -> None:
 def test_who_looks_in_vain_sees_that_the_attempt_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, store = [100.0], MemoryChannel()
     monkeypatch.setattr(merging.time, "monotonic", lambda: clock[0])
-    fenced = Fenced(store, 1)  # type: ignore[arg-type]
+    fenced = FencedChannel(store, 1)  # type: ignore[arg-type]
     store.put(fence_key(1), [b"over"])
     # Not where a value has only just been missed: every look is billed.
     for _ in range(3):

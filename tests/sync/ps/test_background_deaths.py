@@ -44,10 +44,10 @@ from sync.ps.core.events import (
     Event,
     Measured,
     PeerHas,
+    PeerUnreachable,
+    SendAttempted,
     SumGone,
     TimerFired,
-    Tried,
-    Unreached,
     UpdateStored,
 )
 from sync.ps.core.machine import Setup
@@ -423,7 +423,7 @@ class Federation:
         # In order, as senders send: who has an update has all before it.
         manifest = sender.to_send[0]
         if self._cut:
-            sender.live(lambda: sender.feed(Unreached(receiver.name)))
+            sender.live(lambda: sender.feed(PeerUnreachable(receiver.name)))
             return
         verdict = receiver.machine.verdict(manifest, sender.name)
         if verdict is Verdict.WANT:
@@ -431,7 +431,7 @@ class Federation:
                 sender.live(lambda: sender.feed(SumGone(manifest)))
                 return
             data = sender.storage.path_of(manifest).read_bytes()
-            sender.live(lambda: sender.feed(Tried(receiver.name, manifest)))
+            sender.live(lambda: sender.feed(SendAttempted(receiver.name, manifest)))
             receiver.live(lambda: receiver.take(manifest, data))
             self.sums += bool(manifest.first)
             if receiver.machine is None or sender.machine is None or self._random.random() < 0.2:

@@ -21,7 +21,7 @@ from sync import framing
 from sync.channel_clients import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
-from sync.ps.core.actions import Reproduce, StoreOwnUpdate
+from sync.ps.core.actions import CheckInitialModel, StoreOwnUpdate
 from sync.ps.core.background import Background
 from sync.ps.core.events import Attached, Configured, OwnUpdateStored
 from sync.ps.core.machine import FIRST_WEIGHT, Machine, Setup
@@ -51,19 +51,21 @@ def test_both_regions_make_the_same_bytes_of_the_same_model(tmp_path: Path) -> N
     made = a.do(StoreOwnUpdate(0, 1, "init/1/0", "", FIRST_WEIGHT, 0), 1)
     assert isinstance(made, OwnUpdateStored)
     path = a.storage.path_of(made.manifest)
-    same = executor_of(tmp_path, "b", model).reproduced(Reproduce("init/1/0"))
+    same = executor_of(tmp_path, "b", model).reproduced(CheckInitialModel("init/1/0"))
     assert same is not None
     assert (same.digest, same.total_bytes) == (made.manifest.digest, made.manifest.total_bytes)
     assert b"".join(same.pieces) == path.read_bytes()
-    other = executor_of(tmp_path / "other", "b", np.nextafter(model, np.float32(9))).reproduced(Reproduce("init/1/0"))
+    other = executor_of(tmp_path / "other", "b", np.nextafter(model, np.float32(9))).reproduced(
+        CheckInitialModel("init/1/0")
+    )
     assert other is not None
     assert other.digest != made.manifest.digest
 
 
 def test_a_worker_that_has_gone_or_made_no_numbers_is_no_fault(tmp_path: Path) -> None:
     executor = executor_of(tmp_path, "b", np.full(LAYOUT.size, np.nan, np.float32))
-    assert executor.reproduced(Reproduce("init/1/0")) is None
-    assert executor.reproduced(Reproduce("init/2/0")) is None
+    assert executor.reproduced(CheckInitialModel("init/1/0")) is None
+    assert executor.reproduced(CheckInitialModel("init/2/0")) is None
 
 
 @pytest.mark.parametrize("kind", [Synchronous, Background])
@@ -73,7 +75,7 @@ def test_only_those_whose_model_does_not_count_look_and_they_look_once(kind: Cal
         actions = machine.handle(Configured(1, 1, ()))
         for call, key in ((1, ""), (2, "init/1/0"), (3, "init/1/0")):
             actions += machine.handle(Attached(call, call % 2, 1, key))
-        assert sum(isinstance(action, Reproduce) for action in actions) == looks
+        assert sum(isinstance(action, CheckInitialModel) for action in actions) == looks
         assert sum(isinstance(action, StoreOwnUpdate) for action in actions) == 1 - looks
 
 

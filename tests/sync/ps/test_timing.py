@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sync.ps.core.timing import AlonePace, UpdateGaps, WaitBudget
+from sync.ps.core.timing import SoloPacing, UpdateGaps, WaitBudget
 from sync.ps.core.waiting_settings import WaitingSettings
 
 SETTINGS = WaitingSettings()
@@ -159,19 +159,19 @@ def test_an_absence_makes_nobody_slow() -> None:
     assert gaps.due_at(["b"], 10.1) == pytest.approx(11.5)
 
 
-def _pause_seconds(pace: AlonePace, sequence: int, now: float, gap_seconds: float) -> float:
+def _pause_seconds(pace: SoloPacing, sequence: int, now: float, gap_seconds: float) -> float:
     return max(0.0, pace.round_at(sequence, now, gap_seconds) - now)
 
 
 def test_rounds_made_alone_are_a_tenth_nearer_than_usual_at_most() -> None:
-    pace, now = AlonePace(SETTINGS), 100.0
+    pace, now = SoloPacing(SETTINGS), 100.0
     for sequence in range(7, 107):
         now += _pause_seconds(pace, sequence, now, 2.0) + 0.1
     assert now - 100.0 == pytest.approx(99 * 1.8 + 0.1)
 
 
 def test_rounds_that_take_as_long_alone_as_with_others_are_not_held_up() -> None:
-    pace, now, held = AlonePace(SETTINGS), 0.0, 0.0
+    pace, now, held = SoloPacing(SETTINGS), 0.0, 0.0
     for sequence in range(100):
         now += 2.5 if sequence % 2 else 1.5
         pause = _pause_seconds(pace, sequence, now, 2.0)
@@ -180,7 +180,7 @@ def test_rounds_that_take_as_long_alone_as_with_others_are_not_held_up() -> None
 
 
 def test_a_region_that_is_alone_again_begins_anew() -> None:
-    pace = AlonePace(SETTINGS)
+    pace = SoloPacing(SETTINGS)
     assert _pause_seconds(pace, 1, 10.0, 2.0) == 0.0
     assert _pause_seconds(pace, 2, 10.0, 2.0) == pytest.approx(1.8)
     assert _pause_seconds(pace, 9, 10.5, 4.0) == 0.0
@@ -194,7 +194,7 @@ def test_where_no_pace_is_known_it_is_that_of_the_own_work() -> None:
 
 
 def test_a_pace_that_is_not_known_is_taken_up_once_it_is() -> None:
-    pace = AlonePace(SETTINGS)
+    pace = SoloPacing(SETTINGS)
     assert _pause_seconds(pace, 3, 0.0, 0.0) == 0.0
     assert _pause_seconds(pace, 4, 1.0, 10.0) == 0.0
     assert _pause_seconds(pace, 5, 2.0, 10.0) == pytest.approx(8.0)

@@ -8,9 +8,9 @@ import pytest
 from support.federation_in_miniature import Miniature, Site
 from support.rounds_in_miniature import go
 
-from sync.ps.core.events import Unreached
+from sync.ps.core.events import PeerUnreachable
 from sync.ps.core.machine import Machine
-from sync.ps.waiting_time import Standstill, waits_only
+from sync.ps.waiting_time import WaitTimes, waits_only
 
 ALL = ("r0", "r1", "r2")
 
@@ -21,7 +21,7 @@ def machine_of(site: Site) -> Machine:
 
 
 def test_time_is_divided_by_how_things_stand() -> None:
-    still = Standstill()
+    still = WaitTimes()
     still.seen(9.0, False, waits=False)
     still.seen(10.0, True, waits=False)
     still.seen(13.0, True, waits=True)
@@ -74,9 +74,9 @@ def test_an_own_update_that_still_moves_is_no_waiting() -> None:
         machine.ledger.state_lost(name)
         assert machine.sends
         assert not waits_only(machine, [])
-    machine.handle(Unreached("r2"))
+    machine.handle(PeerUnreachable("r2"))
     assert not waits_only(machine, []), "it moves to the other one"
-    machine.handle(Unreached("r1"))
+    machine.handle(PeerUnreachable("r1"))
     assert waits_only(machine, []), "nothing moves to a region that is cut off"
 
 

@@ -17,7 +17,7 @@ import torch
 from geofed_pb.errors import GeofedError
 from geofed_pb.user_code.recording import Recorder, recording
 from region_agent.worker.data.loaders import Loaders, _packed, _unpacked
-from region_agent.worker.data.loading import Drawn, Loading
+from region_agent.worker.data.loading import DrawnSamples, Loading
 from region_agent.worker.task import TaskModule, load_task
 
 pytestmark = pytest.mark.processes
@@ -72,9 +72,9 @@ def loading(folder: Path, workers: Any, line: str = "pass") -> Iterator[Loading]
         made.close()
 
 
-def drawn(step: int, batch: int = 3) -> Drawn:
+def drawn(step: int, batch: int = 3) -> DrawnSamples:
     first = step * batch
-    return Drawn("train", (tuple(range(first, first + batch)), (first,)), (5, step))
+    return DrawnSamples("train", (tuple(range(first, first + batch)), (first,)), (5, step))
 
 
 def taken(made: Loading, steps: list[int]) -> list[Any]:

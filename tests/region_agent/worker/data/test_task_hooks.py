@@ -11,7 +11,7 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.formats import FORMATS
-from region_agent.worker.data.loading import Drawn, Loading
+from region_agent.worker.data.loading import DrawnSamples, Loading
 from region_agent.worker.data.shard import BatchStream
 from region_agent.worker.data.sources import Sources
 from region_agent.worker.data.spec import FormatSpec
@@ -103,7 +103,8 @@ def test_rows_are_read_once_and_sent_to_the_processes_that_make_samples(tmp_path
         batches = []
         for step in range(1, 9):
             coming = [
-                Drawn("train", stream.groups(one, [2, 2]), (one,)) for one in range(step, step + loading.ahead + 1)
+                DrawnSamples("train", stream.groups(one, [2, 2]), (one,))
+                for one in range(step, step + loading.ahead + 1)
             ]
             batches += stream.kept(step, [2, 2], loading.take(coming))
         found.append((batches, stream.skipped))
@@ -123,6 +124,6 @@ def test_a_sample_made_of_another_row_is_refused_in_a_process(tmp_path: Path, ro
     task = _task(tmp_path, f"extra = 0\nnum_workers = 1\n{mixed}")
     loading = Loading(task, {"train": task.streamed(rows, "train")})
     with pytest.raises(GeofedError, match="a sample is made of its own row alone; dataset asked for row 2") as refused:
-        loading.take([Drawn("train", ((3,),), (0,))])
+        loading.take([DrawnSamples("train", ((3,),), (0,))])
     loading.close()
     assert refused.value.code == "TASK_INVALID"
