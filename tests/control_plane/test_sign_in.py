@@ -29,7 +29,7 @@ from control_plane.server import ServeConfig
 from control_plane.service.rpc._signin import SIGN_IN_SECONDS
 from control_plane.service.state._callers import SignIn, sign_ins_json, sign_ins_of
 from control_plane.store import open_store
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import Exit, GeofedError
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.scenario import run
 from tests.control_plane.test_dashboard import browser
@@ -398,6 +398,13 @@ def test_login_makes_a_context_that_commands_use(
             own = stage.config.state_dir / "context.json"
             assert "is not of a sign-in" in (await command("logout", "--context", str(own))).stderr
             assert stage.context.token_file.exists()
+            assert (await command("login", stage.context.address, "--ca-file", str(stage.context.ca_file))).returncode == 0
+            assert token.exists()
+        # Of a control plane that does not answer, the token is forgotten here, and the user is told that it is valid.
+        ended = await command("logout", "--context", str(home / "geofed/contexts/geofed.json"))
+        assert ended.returncode == Exit.UNAVAILABLE, ended.stderr
+        assert "removed from this machine, but not revoked" in " ".join(ended.stderr.split())
+        assert not token.exists()
 
     run(scenario())
 

@@ -106,7 +106,10 @@ async def _sign_in(known: Context, known_name: str, name: str | None) -> Data:
 
 
 def logout(context: ContextFile = None, output: Output = Format.TABLE) -> None:
-    """Revoke the token of this machine's sign-in, and remove it."""
+    """Revoke the token of this machine's sign-in, and remove it.
+
+    Without an answer of the control plane the token is removed, too, but whoever has a copy may use it until it expires.
+    """
     from control_plane.client import Context
 
     path = find_context(context)
@@ -125,7 +128,15 @@ def logout(context: ContextFile = None, output: Output = Format.TABLE) -> None:
             if error.code != "UNAUTHENTICATED":
                 raise
 
-    ask_control_plane(context, sign_out)
+    try:
+        ask_control_plane(context, sign_out)
+    except GeofedError as error:
+        if not error.retryable:
+            raise
+        found.token_file.unlink(missing_ok=True)
+        text = f"{error.message}. The token is removed from this machine, but not revoked: a copy of it is valid until"
+        hint = "where a copy may exist, ask an operator to end your sign-ins: `geofed user change NAME --identity ...`"
+        raise GeofedError(error.code, f"{text} it expires, within 12 hours", hint=hint) from None
     found.token_file.unlink(missing_ok=True)
     view = {"federation": found.federation, "address": found.address, "signed_in": False}
     emit(view, table=lambda shown: f"signed out of {shown['federation']}", name=lambda shown: str(shown["federation"]))

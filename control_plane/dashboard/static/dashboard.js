@@ -8,6 +8,7 @@ const TITLES = {
   samples_per_second: "samples a second", cpu_cores: "CPU cores in use", memory_bytes: "memory of the largest worker",
   gpu_memory_bytes: "GPU memory of the largest worker", test_loss: "test loss",
 };
+const BYTES = [TITLES.wan_bytes, TITLES.memory_bytes, TITLES.gpu_memory_bytes];
 const GOOD = ["up", "live", "training", "finished", "published", "succeeded"];
 const BAD = ["down", "lost", "failed", "refused"];
 
@@ -50,7 +51,12 @@ function layout(title, jobs) {
     xaxis: jobs && axisOf() === "time"
       ? { ...axis, type: jobs.length > 1 ? "linear" : "date", ticksuffix: jobs.length > 1 ? " min" : "" }
       : axis,
-    yaxis: { ...axis, ...(title === TITLES.usd ? { tickprefix: "$", exponentformat: "none" } : {}) }, uirevision: axisOf(),
+    yaxis: {
+      ...axis,
+      ...(title === TITLES.usd ? { tickprefix: "$", exponentformat: "none" } : {}),
+      // 4GB, not 4B for four billion.
+      ...(BYTES.includes(title) ? { exponentformat: "SI", ticksuffix: "B" } : {}),
+    }, uirevision: axisOf(),
   };
 }
 
