@@ -398,7 +398,8 @@ def test_login_makes_a_context_that_commands_use(
             own = stage.config.state_dir / "context.json"
             assert "is not of a sign-in" in (await command("logout", "--context", str(own))).stderr
             assert stage.context.token_file.exists()
-            assert (await command("login", stage.context.address, "--ca-file", str(stage.context.ca_file))).returncode == 0
+            again = await command("login", stage.context.address, "--ca-file", str(stage.context.ca_file))
+            assert again.returncode == 0, again.stderr
             assert token.exists()
         # Of a control plane that does not answer, the token is forgotten here, and the user is told that it is valid.
         ended = await command("logout", "--context", str(home / "geofed/contexts/geofed.json"))

@@ -108,7 +108,7 @@ async def _sign_in(known: Context, known_name: str, name: str | None) -> Data:
 def logout(context: ContextFile = None, output: Output = Format.TABLE) -> None:
     """Revoke the token of this machine's sign-in, and remove it.
 
-    Without an answer of the control plane the token is removed, too, but whoever has a copy may use it until it expires.
+    If the control plane does not answer, the token is removed, too; a copy of it is valid until it expires.
     """
     from control_plane.client import Context
 
