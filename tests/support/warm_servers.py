@@ -3,6 +3,7 @@ longer than most of what a test has them do."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -14,9 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import setproctitle
 from support.failpoints import die_at
@@ -153,6 +158,29 @@ def _serve(line: str) -> int:
     return int(module.main() or 0)
 
 
+def _run(line: str) -> NoReturn:
+    """In the forked process: run it, and end as Python ends, but for taking apart what the parent has imported, which
+    takes more than a second where torch is among it."""
+    # Of the parent's modules; what the process itself adds is called at its end.
+    cast("Any", weakref.finalize)._registry.clear()
+    status = 1
+    try:
+        status = _serve(line)
+    except SystemExit as asked:
+        status = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+        if isinstance(asked.code, str):
+            print(asked.code, file=sys.stderr)
+    except BaseException:  # a forked child must never return into its parent's code
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            cast("Any", threading)._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
 def _reap(serials: dict[int, int], folder: Path) -> None:
     with contextlib.suppress(ChildProcessError):
         # How it has ended is told while its process ID is taken: who sees that it is gone knows the status.
@@ -190,7 +218,7 @@ def _await_child(folder: Path) -> str:
     raise AssertionError("never ends so")
 
 
-def main() -> int:
+def main() -> NoReturn:
     """The parent: what to start in each line of standard input, in each of output the process's number and the name of
     the file that tells how it has ended. Ends with its standard input."""
     # Finds the memory of the title, which it cannot once the environment has changed.
@@ -207,8 +235,8 @@ def main() -> int:
         importlib.import_module(module)
     gc.enable()
     gc.freeze()
-    return _serve(_await_child(Path(folder)))
+    _run(_await_child(Path(folder)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
