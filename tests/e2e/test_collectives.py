@@ -12,7 +12,7 @@ from tests.e2e.conftest import PAIR, STORE_PRICES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-SETTINGS = ("train.end.epochs=12", "wan.interval=20", "train.evaluateEvery=0")
+SETTINGS = ("train.end.epochs=8", "wan.interval=10", "train.evaluateEvery=0")
 
 
 def _used(running: Running, job: str) -> set[str]:

@@ -58,7 +58,7 @@ def test_a_filter_of_significant_changes_is_known_to_the_next_plan(running: Runn
 )
 def test_workers_share_significant_changes(settings: tuple[str, ...], used: str, running_pair: Running) -> None:
     """MLLess's filter."""
-    job = running_pair.submit(*FEW, "wan.exchange=synchronous", "collective=isp", "train.end.epochs=20", *settings)
+    job = running_pair.submit(*FEW, "wan.exchange=synchronous", "collective=isp", "train.end.epochs=10", *settings)
     check_succeeded(running_pair.wait_end(job), accuracy=0.8)
     told = {event["data"]["collective"] for event in running_pair.events(job) if event["kind"] == "collective.used"}
     assert told == {used}
@@ -82,7 +82,7 @@ def test_workers_that_merge_nothing_process_more_samples(running_pair: Running) 
     """FasDL's unequal partition, with staleness 1: of two workers' 64 samples the owner processes 13, the other 51, in
     parts of no more than the batch."""
     unequal = ("collective=k-reduce", "k=1", "merge.staleness=1", "merge.ratio=4")
-    shown = ("metadata.name=counted", "train.workers=2", *FEW, "wan.exchange=synchronous", "train.end.epochs=20")
+    shown = ("metadata.name=counted", "train.workers=2", *FEW, "wan.exchange=synchronous", "train.end.epochs=10")
     job = running_pair.submit(*shown, *unequal, task=COUNTED)
     ended = running_pair.wait_end(job)
     check_succeeded(ended)
