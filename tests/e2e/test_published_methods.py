@@ -35,7 +35,14 @@ def test_a_job_exchanges_by_a_published_policy(policy: str, running: Running) ->
 
 def test_a_filter_of_significant_changes_is_known_to_the_next_plan(running: Running) -> None:
     # Of another name: runs of the same job with another threshold tell something else.
-    settings = ("metadata.name=filtered", "train.workers=1", *FEW, "train.end.epochs=2", "wan.policy=asp", "wan.significance=0.2")
+    settings = (
+        "metadata.name=filtered",
+        "train.workers=1",
+        *FEW,
+        "train.end.epochs=2",
+        "wan.policy=asp",
+        "wan.significance=0.2",
+    )
     first = running.wait_end(running.submit(*settings, task=named("filtered")))
     second = running.wait_end(running.submit(*settings))
     for ended in (first, second):

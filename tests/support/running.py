@@ -95,7 +95,8 @@ happens, which would have to share the processors with it."""
 def warm_daemons() -> WarmServers:
     """The parent of daemons; it ends with this process."""
     modules = ("control_plane.cli.main", "control_plane.server", "region_agent.cli", "region_agent.daemon")
-    parent = WarmServers(*modules, "region_agent.gateway.embedded.__main__", "sync.ps.__main__", zygotes=True)
+    modules += ("region_agent.gateway.embedded.__main__", "sync.ps.__main__")
+    parent = WarmServers(*modules, zygotes=True, waits_for_disk=False)
     atexit.register(parent.__exit__)
     return parent.__enter__()
 

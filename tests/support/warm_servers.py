@@ -29,6 +29,7 @@ from support.failpoints import die_at
 __all__ = ["ServerProcess", "WarmServers"]
 
 _POLL_SECONDS = 0.005
+_ZYGOTES, _WAITS = "--zygotes", "--waits-for-disk"
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Libraries of numbers start no threads, which forked processes would lack."""
 
@@ -36,11 +37,12 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 class WarmServers:
     """A context manager; what it has forked ends with it."""
 
-    def __init__(self, *modules: str, zygotes: bool = False) -> None:
+    def __init__(self, *modules: str, zygotes: bool = False, waits_for_disk: bool = True) -> None:
         """``modules``: what the parent imports. Those that run have `main`, and `FAILPOINTS` where they have more of
-        them than operations on files. None given: parameter servers. ``zygotes``: it loads what zygotes need, too."""
+        them than operations on files. None given: parameter servers. ``zygotes``: it loads what zygotes need, too.
+        ``waits_for_disk``: what is written durably is on the disk. A killed process loses nothing without it."""
         self._modules = modules or ("sync.ps.__main__",)
-        self._options = ("--zygotes",) if zygotes else ()
+        self._options = [_ZYGOTES] * zygotes + [_WAITS] * waits_for_disk
 
     def __enter__(self) -> WarmServers:
         path = os.pathsep.join(path for path in sys.path if path)
@@ -192,12 +194,6 @@ def _reap(serials: dict[int, int], folder: Path) -> None:
             os.waitpid(pid, 0)
 
 
-def _leave_files_to_the_kernel() -> None:
-    """Daemons do not wait for the disk: what they have written outlives a kill without it, and tests of a loss of power
-    have parameter servers by themselves. Several milliseconds of the disk's time for each, dozens a round."""
-    cast("Any", os).fsync = cast("Any", os).fdatasync = lambda _: None
-
-
 def _await_child(folder: Path) -> str:
     """Fork whenever one is asked for, and tell of those that have ended. Returns in a child only, with its line."""
     ended, wakeup = os.pipe()
@@ -232,12 +228,16 @@ def main() -> NoReturn:
     gc.disable()
     # What it imports is what the forked processes need not.
     folder, *modules = sys.argv[1:]
-    if modules[0] == "--zygotes":
+    if modules[0] == _ZYGOTES:
         from support.warm_zygotes import fork_zygotes
 
         modules = modules[1:]
         fork_zygotes()
-        _leave_files_to_the_kernel()
+    if modules[0] == _WAITS:
+        modules = modules[1:]
+    else:
+        # Several milliseconds of the disk's time for each, dozens a round.
+        cast("Any", os).fsync = cast("Any", os).fdatasync = lambda _: None
     for module in modules:
         importlib.import_module(module)
     gc.enable()

@@ -112,6 +112,13 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return told
 
 
+@pytest.fixture(autouse=True)
+def nobody_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A death loses nothing that the kernel has; of a loss of power there are tests in `test_background_deaths`."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda _: None)
+
+
 @pytest.fixture
 def small_files_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_buffer_pool, "MIN_BYTES", 0)
