@@ -21,7 +21,7 @@ __all__ = ["OfferedDatasets"]
 _log = structlog.get_logger("geofed.data")
 _RECHECK_SECONDS = 30.0
 """Interval of checks of datasets that could not be read."""
-_FOLLOW_SECONDS = 2.0
+_FOLLOW_SECONDS = 0.5
 """Interval of looks at the region file; a person who has changed it waits for the effect."""
 _CHECK_TIMEOUT_SECONDS = 20.0
 """Timeout of a check, so that a store that does not answer does not delay the agent's start."""

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 pytest.importorskip("pyarrow", reason="needs geofed[data]")
 
 CLIENTS = {"shanghai": 1000, "virginia": 500, "frankfurt": 300}
-ROUNDS, RATE, BATCH = 6, 0.05, 2
+ROUNDS, RATE, BATCH = 4, 0.05, 2
 HOW = ClientRounds(fraction=0.1, least=10, epochs=2, batch=BATCH)
 _PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
 (OWN_TASK,) = re.findall(r"^```python\n(.*?)^```$", _PAGE, re.MULTILINE | re.DOTALL)

@@ -12,7 +12,7 @@ from tests.e2e.conftest import PAIR, STORE_PRICES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-SETTINGS = ("train.end.epochs=12", "wan.interval=20", "train.evaluateEvery=0")
+SETTINGS = ("train.end.epochs=8", "wan.interval=10", "train.evaluateEvery=0")
 
 
 def _used(running: Running, job: str) -> set[str]:
@@ -80,7 +80,7 @@ def test_workers_merge_through_an_object_store(tmp_path: Path) -> None:
         sites = digits_sites(tmp_path, PAIR, workers=3, channel=channel)
         with Federation(tmp_path / "federation", sites) as federation:
             running = Running(federation, tmp_path)
-            job = running.submit("train.workers=3", "train.end.epochs=8", "wan.interval=10", "collective=all-reduce")
+            job = running.submit("train.workers=3", "train.end.epochs=7", "wan.interval=10", "collective=all-reduce")
             described = running.wait_end(job, 150)
             check_succeeded(described, accuracy=0.7)
             assert _used(running, job) == {"all-reduce"}

@@ -16,7 +16,7 @@ from sync.privacy import Release, epsilon_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-ROUNDS = ("train.workers=1", "train.end.epochs=16", "wan.interval=20", "train.evaluateEvery=0", "train.seed=18")
+ROUNDS = ("train.workers=1", "train.end.epochs=6", "wan.interval=10", "train.evaluateEvery=0", "train.seed=18")
 """A seed of its own: a job of other tests over fewer regions, from the same model, would tell updates."""
 REGIONS = ("bergen", "oslo", "trondheim")
 SECURE = "privacy.secureAggregation=true"
@@ -58,7 +58,7 @@ def test_a_job_with_noise_tells_its_cost_before_and_after(secure: bool, running:
 
 def test_noise_for_a_small_epsilon_leaves_nothing_to_learn(running: Running) -> None:
     """The same job, with the noise that protects a region among three: the price is shown, not hidden."""
-    settings = (*ROUNDS, private(epsilon=20, clipNorm=0.05), "wan.interval=40", "task.config.lr=0.01")
+    settings = (*ROUNDS, private(epsilon=20, clipNorm=0.05), "task.config.lr=0.01")
     ended = running.wait_end(running.submit(*settings))
     assert ended["state"] == "succeeded", ended["error"]
     assert ended["result"]["regions"][0]["privacy"]["epsilon"] == pytest.approx(20, rel=1e-3)
@@ -140,7 +140,7 @@ def test_the_owner_of_the_data_decides_also_while_a_job_runs(owned: Federation, 
 
 def test_a_job_learns_with_noise_in_every_step(running: Running) -> None:
     settings = (
-        *ROUNDS, "train.workers=2", "train.end.epochs=20", "wan.interval=20", "task.config.lr=0.5",
+        *ROUNDS, "train.workers=2", "train.end.epochs=12", "task.config.lr=0.5",
         "task.config.momentum=0.0", private("sample", epsilon=8),
     )  # fmt: skip
     file = str(running.job_folder() / "job.yaml")

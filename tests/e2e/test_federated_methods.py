@@ -19,7 +19,7 @@ def dataset(uri, split, config):
         data = TensorDataset(x, (y + 1) % 10)
     return data
 """
-ROUNDS = ("train.workers=1", "train.end.epochs=16", "wan.interval=10", "train.evaluateEvery=0")
+ROUNDS = ("train.workers=1", "train.end.epochs=8", "wan.interval=10", "train.evaluateEvery=0")
 
 
 @pytest.mark.parametrize("settings", [("fedprox", "mu: 0.05"), ("fedadam", "lr: 0.03")])

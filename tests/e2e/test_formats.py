@@ -99,7 +99,7 @@ def test_processes_make_the_samples_that_the_worker_would_make(running_pair: Run
     """By the task of the documentation, which draws random numbers, in slices."""
     (task,) = (block for block in _BLOCKS if "num_workers = 2" in block)
     settings = ("data.dataset=numbers", "task.config={}", "train.batch=4", "train.seed=3", "train.workers=2")
-    settings = (*settings, "train.end={steps: 60}", "wan.interval=20", "wan.exchange=synchronous", "wan.codec=fp32")
+    settings = (*settings, "train.end={steps: 24}", "wan.interval=8", "wan.exchange=synchronous", "wan.codec=fp32")
     settings = (*settings, "function.slice=1s")
     found = []
     for text in (task, task.replace("num_workers = 2", "num_workers = 0")):

@@ -18,7 +18,7 @@ def _calls(running: Running, job: str) -> tuple[float, float]:
 def test_workers_that_wait_for_a_region_that_is_gone_cost_nothing(running_pair: Running) -> None:
     federation = running_pair.federation
     job = running_pair.submit(
-        "wan.exchange=synchronous", "wan.interval=5", "train.end.epochs=15", "train.workers=1", "train.evaluateEvery=0",
+        "wan.exchange=synchronous", "wan.interval=5", "train.end.epochs=8", "train.workers=1", "train.evaluateEvery=0",
         "function.slice=1s", "limits.lostRegion=10m",
     )  # fmt: skip
     running_pair.wait_round(job, 3)

@@ -41,7 +41,7 @@ def models() -> dict[Path, dict[str, Any]]:
 def trained(running: Running, models: dict[Path, dict[str, Any]]) -> dict[str, Any]:
     """Once in each federation: to start from it does not change it."""
     if running.federation.folder not in models:
-        job = running.submit("train.end.epochs=10", "wan.interval=10", "wan.exchange=synchronous")
+        job = running.submit("train.end.epochs=6", "wan.interval=10", "wan.exchange=synchronous")
         ended = running.wait_end(job)
         check_succeeded(ended)
         models[running.federation.folder] = ended

@@ -14,7 +14,7 @@ REGIONS = ("frankfurt", "shanghai", "tokyo", "virginia")
 SECURE = ("privacy.secureAggregation=true", "privacy.minRegions=3")
 SETTINGS = (
     *SECURE,
-    "regions.lost=continue", "limits.lostRegion=3s", "train.workers=1", "train.end.epochs=16", "wan.interval=5",
+    "regions.lost=continue", "limits.lostRegion=3s", "train.workers=1", "train.end.epochs=8", "wan.interval=5",
 )  # fmt: skip
 
 

@@ -275,7 +275,7 @@ def test_a_job_asks_for_a_pipeline_and_gets_it(running_pair: Running) -> None:
     running, federation = running_pair, running_pair.federation
     job = str(running.job_folder(named("pipeline")) / "job.yaml")
     federation.control_plane("profile", job, timeout=150)
-    two_stages = ("--set", "parallelism.pipeline.stages=2", "--set", "train.end.epochs=15")
+    two_stages = ("--set", "parallelism.pipeline.stages=2", "--set", "train.end.epochs=6")
     submitted = running.submit(*two_stages[1::2])
     plan = running.describe(submitted)["plan"]
     assert [len(part["pipeline"]["stages"]) for part in plan["partitions"]] == [2, 2]

@@ -26,7 +26,7 @@ def loss(model, batch):
     time.sleep(len(batch[0]) * 0.001)
     return _loss(model, batch)
 """
-JOB = ("train.end.epochs=30", "wan.interval=10", "train.evaluateEvery=0", "objective.minimise=time")
+JOB = ("train.end.epochs=18", "wan.interval=6", "train.evaluateEvery=0", "objective.minimise=time")
 
 
 @pytest.fixture

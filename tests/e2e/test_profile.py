@@ -46,7 +46,7 @@ def test_a_profile_measures_the_task_and_the_first_run_is_planned_by_it(
     assert not redis.command("KEYS", "*profile*").strip()
     # Less memory than the usual is enough for it, and the run that is planned so has its model.
     assert all(part["memory_mb"] < 1024 for part in plan["partitions"])
-    described = running.wait_end(running.submit("train.workers=2", "train.end.epochs=12"))
+    described = running.wait_end(running.submit("train.workers=2", "train.end.epochs=6"))
     check_succeeded(described)
     assert described["plan"]["collective"] != "auto"
     for region in described["result"]["regions"]:

@@ -13,6 +13,9 @@ FEW = ("train.end.epochs=4", "train.batch=32", "train.evaluateEvery=0", "wan.int
 """The changes of all regions are added with `asgd` and its kin: at the rate of the template they diverge. How well jobs
 learn is not what is tested here: they are short."""
 
+LEARNS = ("train.end.epochs=12", "task.config.lr=0.02")
+"""With the changes of three workers added."""
+
 UNREACHED = ("train.end.goal={metric: loss, atMost: 0.0001}", "train.evaluateEvery=1")
 
 
@@ -32,7 +35,14 @@ def test_a_job_exchanges_by_a_published_policy(policy: str, running: Running) ->
 
 def test_a_filter_of_significant_changes_is_known_to_the_next_plan(running: Running) -> None:
     # Of another name: runs of the same job with another threshold tell something else.
-    settings = ("metadata.name=filtered", "train.workers=1", *FEW, "wan.policy=asp", "wan.significance=0.2")
+    settings = (
+        "metadata.name=filtered",
+        "train.workers=1",
+        *FEW,
+        "train.end.epochs=2",
+        "wan.policy=asp",
+        "wan.significance=0.2",
+    )
     first = running.wait_end(running.submit(*settings, task=named("filtered")))
     second = running.wait_end(running.submit(*settings))
     for ended in (first, second):
@@ -58,7 +68,7 @@ def test_a_filter_of_significant_changes_is_known_to_the_next_plan(running: Runn
 )
 def test_workers_share_significant_changes(settings: tuple[str, ...], used: str, running_pair: Running) -> None:
     """MLLess's filter."""
-    job = running_pair.submit(*FEW, "wan.exchange=synchronous", "collective=isp", "train.end.epochs=20", *settings)
+    job = running_pair.submit(*FEW, "wan.exchange=synchronous", "collective=isp", *LEARNS, *settings)
     check_succeeded(running_pair.wait_end(job), accuracy=0.8)
     told = {event["data"]["collective"] for event in running_pair.events(job) if event["kind"] == "collective.used"}
     assert told == {used}
@@ -82,7 +92,7 @@ def test_workers_that_merge_nothing_process_more_samples(running_pair: Running) 
     """FasDL's unequal partition, with staleness 1: of two workers' 64 samples the owner processes 13, the other 51, in
     parts of no more than the batch."""
     unequal = ("collective=k-reduce", "k=1", "merge.staleness=1", "merge.ratio=4")
-    shown = ("metadata.name=counted", "train.workers=2", *FEW, "wan.exchange=synchronous", "train.end.epochs=20")
+    shown = ("metadata.name=counted", "train.workers=2", *FEW, "wan.exchange=synchronous", *LEARNS)
     job = running_pair.submit(*shown, *unequal, task=COUNTED)
     ended = running_pair.wait_end(job)
     check_succeeded(ended)
@@ -98,7 +108,7 @@ def test_workers_that_merge_nothing_process_more_samples(running_pair: Running) 
 def test_a_job_is_scaled_as_published(running_pair: Running) -> None:
     """By MLLess's tuner: workers leave and none comes; the job ends with its planned steps."""
     job = running_pair.submit(
-        "train.workers=3", *FEW, "wan.exchange=synchronous", *UNREACHED, "train.scaling=mlless", "train.end.epochs=40"
+        "train.workers=3", *FEW, "wan.exchange=synchronous", *UNREACHED, "train.scaling=mlless", "train.end.epochs=24"
     )
     ended = running_pair.wait_end(job)
     check_succeeded(ended, accuracy=0.0)

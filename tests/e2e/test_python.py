@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.running import TEMPLATES, UNHURRIED, Running
+from support.running import TEMPLATES, UNHURRIED, Running, WarmFederation
 
 import geofed
 from deploy.emulator import Emulator
@@ -44,6 +44,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulations whose daemons are forked; those of the notebook are executed, as a user's."""
+    monkeypatch.setattr("geofed._simulate.LocalFederation", WarmFederation)
+
+
 def _run(notebook: str) -> dict[str, Any]:
     """Run a notebook in a running event loop, where notebooks run their cells; return its variables."""
     names: dict[str, Any] = {}
@@ -69,6 +75,8 @@ def test_the_client_of_the_page_plans_submits_and_reads(
     running_pair: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GEOFED_CONTEXT", str(running_pair.federation.context_file))
+    file = folder / "my-job" / "job.yaml"
+    file.write_text(file.read_text().replace("epochs: 15", "epochs: 5"))
     _, _, _, block, _, of_async = BLOCKS
     names: dict[str, Any] = {}
     exec(block, names)
@@ -200,6 +208,7 @@ def _check_reading(job: geofed.Job, weights: dict[str, torch.Tensor]) -> None:
             job.metrics()
 
 
+@pytest.mark.usefixtures("_warm")
 def test_the_training_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     exec(BLOCKS[0], names)
@@ -209,6 +218,7 @@ def test_the_training_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.skipif(bool(Emulator.supported()), reason=f"no emulator: {Emulator.supported()}")
+@pytest.mark.usefixtures("_warm")
 def test_the_training_over_an_emulated_wan_of_the_page_runs(folder: Path) -> None:
     names: dict[str, Any] = {}
     exec(BLOCKS[0].split("training = ")[0] + BLOCKS[1], names)

@@ -30,7 +30,7 @@ def loss(model, batch):
 """At the end of a task: a region learns labels that are wrong by one, with twenty times the gradient."""
 SETTINGS = (
     "train.workers=1",
-    "train.end.epochs=16",
+    "train.end.epochs=10",
     "train.evaluateEvery=0",
     "wan.interval=10",
     "wan.exchange=background",

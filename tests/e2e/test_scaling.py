@@ -164,7 +164,7 @@ def test_a_second_job_gets_workers_of_the_first_and_both_come_to_their_end(runni
     running.wait_round(first, 1)
     held = {part["region"]: part["workers"] for part in running.describe(first)["partitions"]}
     assert held["virginia"] == 4
-    second = running.submit(*settings, "train.end.epochs=8", "objective.deadline=30m")
+    second = running.submit(*settings, "train.end.epochs=5", "objective.deadline=30m")
     done = running.wait_end(second)
     check_succeeded(done)
     assert done["slack_seconds"] > 0

@@ -17,7 +17,7 @@ from sync.secure import PairMasks, SharedScale
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 SECURE = "privacy.secureAggregation=true"
-ROUNDS = ("train.workers=1", "train.end.epochs=16", "wan.interval=20", "train.evaluateEvery=0", "train.seed=17")
+ROUNDS = ("train.workers=1", "train.end.epochs=6", "wan.interval=10", "train.evaluateEvery=0", "train.seed=17")
 """A seed of its own: a job of other tests over fewer regions, from the same model, would tell updates."""
 PULLS = {"virginia": 0.246, "frankfurt": -0.1, "shanghai": -0.17}
 LEARNING_RATE = 0.1
@@ -54,7 +54,7 @@ def loss(model, batch):
 def test_a_secure_job_learns_as_much(running: Running) -> None:
     accuracy = {}
     for privacy in ("false", "true"):
-        exact = ("wan.exchange=synchronous", "wan.codec=int8", "wan.interval=5")
+        exact = ("wan.exchange=synchronous", "wan.codec=int8")
         job = running.submit(*ROUNDS, *exact, SECURE.replace("true", privacy))
         ended = running.wait_end(job)
         check_succeeded(ended)
@@ -136,7 +136,7 @@ def test_no_file_of_others_holds_an_update(secure: bool, running: Running) -> No
     # No momentum: a round's change of the canary is the same in every round.
     settings = (
         *ROUNDS,
-        "wan.interval=10",
+        "train.end.epochs=10",
         "wan.codec=fp32",
         f"task.config.lr={LEARNING_RATE}",
         "task.config.momentum=0.0",

@@ -214,7 +214,7 @@ def test_bytes_in_the_background_are_those_of_the_plan(running_pair: Running, tm
     with offered(running_pair, held, "ratings"):
         eventually(lambda: all(counted(running_pair, name, "ratings").get("train") for name in PAIR), "samples", 20)
         for run in range(3):
-            few = ("advanced.wan.exchange=background", "train.end.epochs=5")
+            few = ("advanced.wan.exchange=background", "train.end.epochs=3")
             ended = _run(running_pair, written / "job.yaml", *few)
             result, plan = ended["result"], ended["plan"]
             assert plan["wan_settings"]["background"]

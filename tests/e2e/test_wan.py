@@ -59,7 +59,7 @@ def running(lasting: Lasting, request: pytest.FixtureRequest, tmp_path: Path) ->
 def test_a_region_that_is_cut_off_comes_back_and_the_job_finishes(running: Running) -> None:
     emulator = running.federation.emulator
     assert emulator is not None
-    job = running.submit("train.end.epochs=12", "wan.interval=10", "train.evaluateEvery=0")
+    job = running.submit("train.end.epochs=8", "wan.interval=10", "train.evaluateEvery=0")
     running.wait_round(job, 3)
     emulator.partition("frankfurt")
 
@@ -143,7 +143,7 @@ def test_a_job_with_a_robust_rule_trains_in_the_background_beside_a_region_that_
     """It ends with every update merged once, and has learnt. It is no comparison of the rule with the mean, which this
     region does not lead away either: its loss is bounded, and the regions' data are unlike, which costs the median."""
     task = (running.job_folder() / "task.py").read_text() + OPPOSITE
-    settings = ("train.workers=1", "train.end.epochs=30", "wan.interval=10", "train.evaluateEvery=0")
+    settings = ("train.workers=1", "train.end.epochs=12", "wan.interval=10", "train.evaluateEvery=0")
     rule = ("wan.exchange=background", "wan.robust=median", "wan.quarantine=0")
     job = running.submit(*settings, *rule, task=task)
     ended = running.wait_end(job)

@@ -95,20 +95,14 @@ happens, which would have to share the processors with it."""
 def warm_daemons() -> WarmServers:
     """The parent of daemons; it ends with this process."""
     modules = ("control_plane.cli.main", "control_plane.server", "region_agent.cli", "region_agent.daemon")
-    parent = WarmServers(*modules, "region_agent.gateway.embedded.__main__", "sync.ps.__main__", zygotes=True)
+    modules += ("region_agent.gateway.embedded.__main__", "sync.ps.__main__")
+    parent = WarmServers(*modules, zygotes=True, waits_for_disk=False)
     atexit.register(parent.__exit__)
     return parent.__enter__()
 
 
-class Federation(LocalFederation):
-    """Real daemons; the commands of `control-plane` run in this process. Where a WAN is emulated, one process for all
-    of them is in the network namespace of the control plane."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._elsewhere = Elsewhere(functools.partial(self._spawn, CONTROL_SITE))
-        self._kept: tuple[asyncio.AbstractEventLoop, ControlClient] | None = None
-        """A connection to the control plane, for `ask`."""
+class WarmFederation(LocalFederation):
+    """Real daemons, forked from a process that has imported what they need."""
 
     def _popen(self, site: str, module: str, arguments: list[str], log_name: str) -> subprocess.Popen[bytes]:
         """Fork the daemon from a process that has imported it, unless it enters namespaces of another user."""
@@ -123,6 +117,17 @@ class Federation(LocalFederation):
         argv = [module.split(".")[0].replace("_", "-"), *arguments]
         process = warm_daemons().run(module, argv, self.folder / f"{log_name}.log", environment, network=network)
         return cast("subprocess.Popen[bytes]", process)
+
+
+class Federation(WarmFederation):
+    """Real daemons; the commands of `control-plane` run in this process. Where a WAN is emulated, one process for all
+    of them is in the network namespace of the control plane."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._elsewhere = Elsewhere(functools.partial(self._spawn, CONTROL_SITE))
+        self._kept: tuple[asyncio.AbstractEventLoop, ControlClient] | None = None
+        """A connection to the control plane, for `ask`."""
 
     def control_plane(
         self, *arguments: str, check: bool = True, timeout: float = 120

@@ -3,6 +3,7 @@ longer than most of what a test has them do."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -14,9 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import setproctitle
 from support.failpoints import die_at
@@ -24,6 +29,7 @@ from support.failpoints import die_at
 __all__ = ["ServerProcess", "WarmServers"]
 
 _POLL_SECONDS = 0.005
+_ZYGOTES, _WAITS = "--zygotes", "--waits-for-disk"
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Libraries of numbers start no threads, which forked processes would lack."""
 
@@ -31,11 +37,12 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 class WarmServers:
     """A context manager; what it has forked ends with it."""
 
-    def __init__(self, *modules: str, zygotes: bool = False) -> None:
+    def __init__(self, *modules: str, zygotes: bool = False, waits_for_disk: bool = True) -> None:
         """``modules``: what the parent imports. Those that run have `main`, and `FAILPOINTS` where they have more of
-        them than operations on files. None given: parameter servers. ``zygotes``: it loads what zygotes need, too."""
+        them than operations on files. None given: parameter servers. ``zygotes``: it loads what zygotes need, too.
+        ``waits_for_disk``: what is written durably is on the disk. A killed process loses nothing without it."""
         self._modules = modules or ("sync.ps.__main__",)
-        self._options = ("--zygotes",) if zygotes else ()
+        self._options = [_ZYGOTES] * zygotes + [_WAITS] * waits_for_disk
 
     def __enter__(self) -> WarmServers:
         path = os.pathsep.join(path for path in sys.path if path)
@@ -153,6 +160,29 @@ def _serve(line: str) -> int:
     return int(module.main() or 0)
 
 
+def _run(line: str) -> NoReturn:
+    """In the forked process: run it, and end as Python ends, but for taking apart what the parent has imported, which
+    takes more than a second where torch is among it."""
+    # Of the parent's modules; what the process itself adds is called at its end.
+    cast("Any", weakref.finalize)._registry.clear()
+    status = 1
+    try:
+        status = _serve(line)
+    except SystemExit as asked:
+        status = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+        if isinstance(asked.code, str):
+            print(asked.code, file=sys.stderr)
+    except BaseException:  # a forked child must never return into its parent's code
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            cast("Any", threading)._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
 def _reap(serials: dict[int, int], folder: Path) -> None:
     with contextlib.suppress(ChildProcessError):
         # How it has ended is told while its process ID is taken: who sees that it is gone knows the status.
@@ -190,7 +220,7 @@ def _await_child(folder: Path) -> str:
     raise AssertionError("never ends so")
 
 
-def main() -> int:
+def main() -> NoReturn:
     """The parent: what to start in each line of standard input, in each of output the process's number and the name of
     the file that tells how it has ended. Ends with its standard input."""
     # Finds the memory of the title, which it cannot once the environment has changed.
@@ -198,17 +228,22 @@ def main() -> int:
     gc.disable()
     # What it imports is what the forked processes need not.
     folder, *modules = sys.argv[1:]
-    if modules[0] == "--zygotes":
+    if modules[0] == _ZYGOTES:
         from support.warm_zygotes import fork_zygotes
 
         modules = modules[1:]
         fork_zygotes()
+    if modules[0] == _WAITS:
+        modules = modules[1:]
+    else:
+        # Several milliseconds of the disk's time for each, dozens a round.
+        cast("Any", os).fsync = cast("Any", os).fdatasync = lambda _: None
     for module in modules:
         importlib.import_module(module)
     gc.enable()
     gc.freeze()
-    return _serve(_await_child(Path(folder)))
+    _run(_await_child(Path(folder)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,7 +19,7 @@ def authority() -> Authority:
 
 @pytest.fixture(scope="session")
 def warm_servers() -> Iterator[WarmServers]:
-    with WarmServers() as parent:
+    with WarmServers(waits_for_disk=False) as parent:
         yield parent
 
 
