@@ -6,6 +6,7 @@ and ways to exchange.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -17,7 +18,13 @@ import numpy.typing as npt
 from scheduler._cost_model import Bools, Floats, Occasion, Staffs, course
 from scheduler._exchange import Ways, policy_of
 from scheduler._model import Demand
-from scheduler.tuning._learning import PRIOR_NOISE_SAMPLES, batch_points, exchange_points, samples_factor
+from scheduler.tuning._learning import (
+    PRIOR_NOISE_SAMPLES,
+    batch_points,
+    exchange_points,
+    samples_factor,
+    step_samples_of,
+)
 
 __all__ = [
     "MOST_OFF",
@@ -79,12 +86,17 @@ class EvaluatedPlans:
     """Points that the exchange gives up against the usual one; below 0 where it is more careful."""
     off_points: Floats
     """Points that count as given up by other passes over the shards than asked, by staffing and interval."""
-    tolerated: Bools
-    """Whether both are within the tolerance, or the least that any interval allows."""
+    most: Floats
+    """Points by both that are tolerated, by staffing: the tolerance, or the least that any interval allows."""
     factor: Floats
     """`samples_factor`, by staffing."""
     batch_points: Floats
     """Points that the global batch gives up, by staffing."""
+
+    @cached_property
+    def tolerated(self) -> Bools:
+        """Whether plans give up no more than is tolerated."""
+        return np.asarray(self.points.clip(0.0) + self.off_points[..., None] <= self.most[:, None, None] + 1e-9)
 
 
 _BY_STAFFING = tuple(field.name for field in fields(EvaluatedPlans) if field.name not in ("ways", "intervals"))
@@ -130,17 +142,26 @@ class PlanEvaluation:
         self.intervals = np.array(self._tried_intervals() if free else (self._usual,), float)
 
     def evaluate(
-        self, choice: Ints, interval: int | None = None, ways: tuple[int, ...] = (), *, roughly: bool = False
+        self,
+        choice: Ints,
+        intervals: Ints | None = None,
+        ways: tuple[int, ...] = (),
+        *,
+        most: Floats | None = None,
+        roughly: bool = False,
     ) -> EvaluatedPlans:
-        """Evaluate staffings with all intervals, or with one, and with the given ways or all that may be best.
+        """Evaluate staffings with all intervals, or with some, and with the given ways or all that may be best.
 
-        Roughly: whether another interval would fit the shards better does not count.
+        ``most``: `EvaluatedPlans.most` of the staffings, if it is known. Roughly: whether another interval would fit
+        the shards better does not count.
         """
         ways = ways or self.useful_ways
-        intervals = 1 if roughly and interval is not None else len(self.intervals)
-        size = max(1, MOST_AT_ONCE // (intervals * max(len(self.sizes), len(ways))))
+        count = len(self.intervals) if intervals is None or not (roughly or most is not None) else len(intervals)
+        size = max(1, MOST_AT_ONCE // (count * max(len(self.sizes), len(ways))))
         parts = [
-            self._evaluated(choice[at : at + size], interval, ways, roughly=roughly)
+            self._evaluated(
+                choice[at : at + size], intervals, ways, None if most is None else most[at : at + size], roughly=roughly
+            )
             for at in range(0, len(choice), size)
         ]
         if len(parts) == 1:
@@ -150,26 +171,39 @@ class PlanEvaluation:
         }
         return replace(parts[0], **joined)
 
-    def _evaluated(self, choice: Ints, interval: int | None, ways: tuple[int, ...], *, roughly: bool) -> EvaluatedPlans:
+    def _evaluated(
+        self, choice: Ints, intervals: Ints | None, ways: tuple[int, ...], most: Floats | None, *, roughly: bool
+    ) -> EvaluatedPlans:
         staffs = self.staffs(choice)
         total, shares = self.loads(staffs)
-        numbers = np.arange(len(self.intervals)) if interval is None or not roughly else np.array([interval])
-        steps_of, rounds = self.rounds(total, self.intervals[numbers])
-        steps = whole_steps(steps_of, shares)
+        numbers = np.arange(len(self.intervals)) if intervals is None else intervals
+        if roughly:
+            most = np.full(len(choice), np.inf)
+        if most is None:
+            # What is tolerated follows from all intervals.
+            steps_of, rounds, steps, off = self._lengths(self.intervals, total, shares)
+            most = self._most(off, rounds, total)
+            if intervals is not None:
+                steps_of, rounds, steps, off = (figure[:, numbers] for figure in (steps_of, rounds, steps, off))
+        else:
+            another = roughly and len(self.intervals) > 1
+            steps_of, rounds, steps, off = self._lengths(self.intervals[numbers], total, shares, exact=another)
         points = self._points(staffs, rounds, steps, total, ways)
-        another = roughly and len(self.intervals) > 1
-        off = np.zeros(rounds.shape) if another else off_points(rounds, steps, total, shares)
-        tolerated = np.ones(points.shape, bool) if roughly else self._tolerated(points, off, rounds, total)
-        if interval is not None and not roughly:
-            numbers, only = numbers[[interval]], slice(interval, interval + 1)
-            steps_of, rounds, steps, off = steps_of[:, only], rounds[:, only], steps[:, only], off[:, only]
-            points, tolerated = points[:, only], tolerated[:, only]
         took = course(staffs, self._occasion, rounds, steps, self.ways.figures.at(ways))
         factor = samples_factor(staffs.step_samples.sum(axis=1), self._compared_samples, self._noise)
         return EvaluatedPlans(
-            choice, ways, numbers, steps_of, rounds, took.seconds, took.usd, points, off, tolerated, factor,
+            choice, ways, numbers, steps_of, rounds, took.seconds, took.usd, points, off, most, factor,
             self._batch_points(factor),
         )  # fmt: skip
+
+    def _lengths(
+        self, intervals: Floats, total: Floats, shares: Floats, *, exact: bool = False
+    ) -> tuple[Floats, Floats, Floats, Floats]:
+        """Return interval, number of rounds, whole steps by region, and `off_points`, 0 where all intervals are taken
+        as exact."""
+        steps_of, rounds = self.rounds(total, intervals)
+        steps = whole_steps(steps_of, shares)
+        return steps_of, rounds, steps, np.zeros(rounds.shape) if exact else off_points(rounds, steps, total, shares)
 
     def steps(self, evaluated: EvaluatedPlans, place: PlanIndex) -> Floats:
         """Return the steps of a plan's rounds, by region."""
@@ -199,6 +233,15 @@ class PlanEvaluation:
         factor = samples_factor(np.array([self.least_samples]), self._compared_samples, self._noise)
         return float(self._batch_points(factor)[0])
 
+    @property
+    def most_step_samples(self) -> float:
+        """Samples of the largest global batch that gives up no more points than the tolerance, or slightly more."""
+        demand = self.demand
+        if demand.epochs is None or demand.to_goal:
+            return math.inf
+        samples, most = demand.epochs * float(self.samples.sum()), max(0.0, demand.tolerance) + 1e-6
+        return step_samples_of(most, self._compared_samples, self._noise, samples)
+
     def _batch_points(self, factor: Floats) -> Floats:
         """Return what larger batches give up where the number of samples is fixed."""
         demand = self.demand
@@ -206,11 +249,10 @@ class PlanEvaluation:
             return np.zeros_like(factor)
         return batch_points(factor, self._compared_samples, demand.epochs * float(self.samples.sum()))
 
-    def _tolerated(self, points: Floats, off: Floats, rounds: Floats, total: Floats) -> Bools:
-        """Return whether points are within the tolerance, or no more than what the most careful way has to give up."""
+    def _most(self, off: Floats, rounds: Floats, total: Floats) -> Floats:
+        """Return the tolerance, or what the most careful way has to give up; by staffing."""
         careful = (exchange_points(rounds, self.ways.coding.min(), np.zeros(1)) - self._careful(total)).clip(0.0) + off
-        most = np.maximum(self.demand.tolerance, careful.min(axis=1))
-        return np.asarray(points.clip(0.0) + off[..., None] <= most[:, None, None] + 1e-9)
+        return np.maximum(self.demand.tolerance, careful.min(axis=1))
 
     def _careful(self, total: Floats) -> Floats:
         """Return the points that the usual exchange costs, shape (staffings, 1)."""

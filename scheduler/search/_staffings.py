@@ -83,9 +83,10 @@ class Staffings:
         samples = usd.min(axis=1).sum() * staffs.step_samples / self._of.least_samples
         return [usd * (1 - price) + samples * price for price in _SAMPLE_PRICES]
 
-    def fitted(self, choice: Ints) -> Ints:
+    def fitted(self, choice: Ints, most: int) -> Ints:
         """Return a staffing changed so that rounds of whole steps fit the shards, for every interval; none if they are
-        many: each region takes the cheapest configuration that keeps the pace, where other passes than asked count."""
+        more than ``most``: each region takes the cheapest configuration that keeps the pace, where other passes than
+        asked count."""
         staffs, (total, _) = self._of.configured, self._of.loads(self._of.staffs(choice[None, :]))
         regions = np.arange(len(choice))
         seconds = self._of.samples[:, None] / staffs.step_samples * staffs.step_seconds
@@ -101,18 +102,36 @@ class Staffings:
         if len(counts) * len(self._of.intervals) * each.size > MOST_FIGURES:
             return np.empty((0, len(choice)), np.int64)
         found, prices = [choice[None, :]], [logarithm(usd) for usd in self._priced(staffs, pace)]
-        for most in counts:
-            keeps = (seconds <= pace * (1 + 1e-9)) & (each <= most * (1 + 1e-9))
-            keeps[first] &= each[first] == most
+        different = set[bytes]()
+        for count in counts:
+            keeps = (seconds <= pace * (1 + 1e-9)) & (each <= count * (1 + 1e-9))
+            keeps[first] &= each[first] == count
             if not keeps.any(axis=1).all():
                 continue
-            of_most = total if self._of.demand.steps is not None else total * most / each[first, choice[first]]
+            of_most = total if self._of.demand.steps is not None else total * count / each[first, choice[first]]
             intervals, rounds = self._of.rounds(of_most, self._of.intervals)
-            steps = np.maximum(1.0, np.round(intervals[0][:, None, None] * each / most))
-            off = off_share(rounds[0][:, None, None], steps, of_most * each / most)
+            steps = np.maximum(1.0, np.round(intervals[0][:, None, None] * each / count))
+            off = off_share(rounds[0][:, None, None], steps, of_most * each / count)
             worse = np.where(keeps, BEYOND_WORTH * OFF_POINTS * np.maximum(0.0, off - MOST_OFF), np.inf)
-            found += [(price + worse).argmin(axis=2) for price in prices]
+            for price in prices:
+                found.append((price + worse).argmin(axis=2))
+                different.update(row.tobytes() for row in found[-1])
+            if len(different) > most:
+                return np.empty((0, len(choice)), np.int64)
         return np.unique(np.concatenate(found), axis=0)
+
+    def of_samples(self, most: float, figures: int) -> Ints | None:
+        """Return all staffings whose steps have so many samples at most; None: they may have more ``figures``."""
+        each = self._of.configured.step_samples
+        least = each.min(axis=1)
+        room, rows, sums = most - least.sum(), np.zeros((1, 0), np.int64), np.zeros(1)
+        for region, size in enumerate(self._of.sizes):
+            more = each[region, :size] - least[region]
+            own, number = np.nonzero(sums[:, None] + more <= room)
+            if len(own) * len(each) > figures:
+                return None
+            sums, rows = sums[own] + more[number], np.column_stack([rows[own], number])
+        return rows
 
     def changed(self, choice: Ints) -> Ints:
         """Return a staffing with the configuration of one region changed, in every way; none if these are many."""
@@ -139,15 +158,18 @@ def _with(choice: Ints, *changes: tuple[Ints, Ints]) -> Ints:
     return rows
 
 
-def joined(choice: Ints, rows: Ints) -> list[Ints]:
+def joined(choice: Ints, rows: Ints) -> Ints:
     """Return changes of a staffing together: the first two of different regions, the first three, and so on."""
-    together, found = choice, list[Ints]()
-    for row in rows:
-        changed = row != choice
-        if (together[changed] == choice[changed]).all():
-            together = np.where(changed, row, together)
-            found.append(together[None, :])
-    return found[1:]
+    changes: dict[int, list[int]] = {}
+    for row, region in zip(*(places.tolist() for places in np.nonzero(rows != choice)), strict=True):
+        changes.setdefault(row, []).append(region)
+    together, taken, found = choice.copy(), set[int](), list[Ints]()
+    for row, regions in changes.items():
+        if taken.isdisjoint(regions):
+            taken.update(regions)
+            together[regions] = rows[row, regions]
+            found.append(together.copy())
+    return np.array(found[1:], np.int64).reshape(-1, len(choice))
 
 
 def logarithm(figures: Floats) -> Floats:

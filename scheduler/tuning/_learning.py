@@ -21,7 +21,10 @@ import numpy.typing as npt
 from scheduler.tuning._profile import TaskProfile
 from sync.codec import Automatic, codec_named
 
-__all__ = ["PRIOR_NOISE_SAMPLES", "batch_points", "coding_points", "exchange_points", "noise_samples", "samples_factor"]
+__all__ = [
+    "PRIOR_NOISE_SAMPLES", "batch_points", "coding_points", "exchange_points", "noise_samples", "samples_factor",
+    "step_samples_of",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 
@@ -60,6 +63,12 @@ def batch_points(factor: Floats, least_samples: float, samples: float) -> Floats
     With the noise scale of the prior that is `FEWER_STEPS` x (1 / steps - 1 / steps of the smallest batch).
     """
     return FEWER_STEPS * (factor - 1) * (PRIOR_NOISE_SAMPLES + least_samples) / samples
+
+
+def step_samples_of(points: float, least_samples: float, noise: float, samples: float) -> float:
+    """Return the global batch that costs a job of so many samples so many `batch_points`."""
+    factor = 1 + points * samples / (FEWER_STEPS * (PRIOR_NOISE_SAMPLES + least_samples))
+    return noise * (factor * (1 + least_samples / noise) - 1)
 
 
 def coding_points(codec: str) -> float:
