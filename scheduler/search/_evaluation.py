@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler._cost_model import Bools, Floats, Occasion, Staffs, course
+from scheduler._cost_model import Bools, Exchanges, Floats, Occasion, Staffs, course
 from scheduler._exchange import Ways, policy_of
 from scheduler._model import Demand
 from scheduler.tuning._learning import (
@@ -120,6 +120,7 @@ class PlanEvaluation:
         self.ways, self.least_ways = _with_least(ways, self.useful_ways)
         """``least_ways``: one that waits and one that does not, each of which is no worse than any useful one in any
         respect: what plans take at least."""
+        self._figures_of_ways: dict[tuple[int, ...], tuple[Exchanges, Floats]] = {}
         self._occasion, self.measured_noise, self._noise = occasion, noise, noise or PRIOR_NOISE_SAMPLES
         self.sizes = np.array([own.shape[1] for own in figures])
         # What all configurations of each region have in common is held once: of many regions that is most of all.
@@ -130,7 +131,7 @@ class PlanEvaluation:
             # Regions with fewer configurations repeat their last one.
             self._others[1][:, place, : own.shape[1]] = own[~common]
             self._others[1][:, place, own.shape[1] :] = own[~common, -1:]
-        each = self._others[1]
+        each, self._told_once = self._others[1], Staffs.told_once()
         self.configured = self._staffs(np.broadcast_to(self._common[1], (int(common.sum()), *each.shape[1:])), each)
         """Every configuration of every region, shape (regions, configurations)."""
         self.samples = np.array(samples, float)
@@ -176,20 +177,23 @@ class PlanEvaluation:
     ) -> EvaluatedPlans:
         staffs = self.staffs(choice)
         total, shares = self.loads(staffs)
-        numbers = np.arange(len(self.intervals)) if intervals is None else intervals
+        numbers, usual = np.arange(len(self.intervals)) if intervals is None else intervals, self._careful(total)
         if roughly:
             most = np.full(len(choice), np.inf)
         if most is None:
             # What is tolerated follows from all intervals.
             steps_of, rounds, steps, off = self._lengths(self.intervals, total, shares)
-            most = self._most(off, rounds, total)
+            most = self._most(off, rounds, usual)
             if intervals is not None:
                 steps_of, rounds, steps, off = (figure[:, numbers] for figure in (steps_of, rounds, steps, off))
         else:
             another = roughly and len(self.intervals) > 1
             steps_of, rounds, steps, off = self._lengths(self.intervals[numbers], total, shares, exact=another)
-        points = self._points(staffs, rounds, steps, total, ways)
-        took = course(staffs, self._occasion, rounds, steps, self.ways.figures.at(ways))
+        exchanges, coding = self._of_ways(ways)
+        took = course(staffs, self._occasion, rounds, steps, exchanges)
+        late = exchanges.background * exchanges.seconds / took.compute if self.ways.optional_background else 0.0
+        # What is given up against the usual exchange of the same staffing.
+        points = exchange_points(rounds[..., None], coding, late) - usual[..., None]
         factor = samples_factor(staffs.step_samples.sum(axis=1), self._compared_samples, self._noise)
         return EvaluatedPlans(
             choice, ways, numbers, steps_of, rounds, took.seconds, took.usd, points, off, most, factor,
@@ -215,11 +219,12 @@ class PlanEvaluation:
         figures, regions, most = self._others[1].shape
         at = np.arange(regions)[:, None] * most + choice.T
         chosen = self._others[1].reshape(figures, regions * most).take(at, axis=1)
-        # Each region's figures lie together, as in `Staffs.of`. Of overheads only the largest is asked for, which one
-        # row tells for all staffings.
-        each = self._common[0] < Staffs.first_overhead()
-        common = [*np.repeat(self._common[1][each], len(choice), axis=2), *self._common[1][~each]]
-        return self._staffs([figure.T for figure in common], np.swapaxes(chosen, 1, 2))
+        # Each region's figures lie together, as in `Staffs.of`.
+        common = [
+            self._common[1][place].T if number in self._told_once else np.repeat(self._common[1][place], len(choice), 1).T
+            for place, number in enumerate(self._common[0].tolist())
+        ]
+        return self._staffs(common, np.swapaxes(chosen, 1, 2))
 
     def _staffs(self, common: Iterable[Floats], others: Iterable[Floats]) -> Staffs:
         """Return staffings of figures of both kinds, each of shape (figures, ...)."""
@@ -249,9 +254,9 @@ class PlanEvaluation:
             return np.zeros_like(factor)
         return batch_points(factor, self._compared_samples, demand.epochs * float(self.samples.sum()))
 
-    def _most(self, off: Floats, rounds: Floats, total: Floats) -> Floats:
+    def _most(self, off: Floats, rounds: Floats, usual: Floats) -> Floats:
         """Return the tolerance, or what the most careful way has to give up; by staffing."""
-        careful = (exchange_points(rounds, self.ways.coding.min(), np.zeros(1)) - self._careful(total)).clip(0.0) + off
+        careful = (exchange_points(rounds, self.ways.coding.min(), 0.0) - usual).clip(0.0) + off
         return np.maximum(self.demand.tolerance, careful.min(axis=1))
 
     def _careful(self, total: Floats) -> Floats:
@@ -259,15 +264,13 @@ class PlanEvaluation:
         _, usual = self.rounds(total, np.array([float(self._usual)]))
         if self.demand.interval is None:
             usual = np.maximum(usual, np.minimum(FEWEST_ROUNDS, np.maximum(1.0, np.round(total))[:, None]))
-        return exchange_points(usual, self.ways.coding.min(), np.zeros(1))
+        return exchange_points(usual, self.ways.coding.min(), 0.0)
 
-    def _points(self, staffs: Staffs, rounds: Floats, steps: Floats, total: Floats, ways: tuple[int, ...]) -> Floats:
-        """Return the points given up against the usual exchange of the same staffing."""
-        figures = self.ways.figures.at(ways)
-        compute = (steps * staffs.step_seconds[:, None, :]).max(-1)[..., None]
-        late = figures.background * figures.seconds / compute if self.ways.optional_background else np.zeros((1, 1, 1))
-        found = exchange_points(rounds[..., None], self.ways.coding[list(ways)], late)
-        return np.asarray(found - self._careful(total)[..., None])
+    def _of_ways(self, ways: tuple[int, ...]) -> tuple[Exchanges, Floats]:
+        """Return the figures of some ways, and their `coding_points`."""
+        if ways not in self._figures_of_ways:
+            self._figures_of_ways[ways] = self.ways.figures.at(ways), self.ways.coding[list(ways)]
+        return self._figures_of_ways[ways]
 
     def loads(self, staffs: Staffs) -> tuple[Floats, Floats]:
         """Return the steps of the region that makes the most, and each region's as a part of them."""

@@ -55,6 +55,8 @@ _LEAST_GAIN = 1e-9
 """Gain of a change below which it is rounding, as a share of the objective."""
 _ROUNDING_POINTS = 1e-6
 """Points by which two ways to compute them may differ."""
+_LEAST_BOUNDED = 320
+"""Staffings times ways from which bounds take less time than they save."""
 _MOST_JOINED = 256
 """Changes that are looked at for those that help together."""
 _MOST_STARTS = 3
@@ -189,6 +191,8 @@ class PlanSearch:
 
     def kept(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> Bools:
         """Return whether plans keep deadline and budget."""
+        if math.isinf(limits.deadline_seconds) and math.isinf(limits.budget_usd):
+            return np.ones((1, 1, 1), bool)
         seconds, usd = self.highest(evaluated)
         return np.asarray((seconds <= limits.deadline_seconds) & (usd <= limits.budget_usd))
 
@@ -322,7 +326,7 @@ class PlanSearch:
         if not limits.possible:
             # Plans that are chosen by other limits start from all that were evaluated for what is possible.
             left = np.flatnonzero([known.get(row, -math.inf) < than for row in rows])
-            if len(left) and self._bounds_pay:
+            if len(left) * len(self.evaluation.useful_ways) >= _LEAST_BOUNDED and self._bounds_pay:
                 bounds = self.evaluation.evaluate(others[left], ways=self.evaluation.least_ways)
                 least = self._scored(bounds, limits).min(axis=2)
                 better = (least < than).any(axis=1)

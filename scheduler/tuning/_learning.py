@@ -77,12 +77,14 @@ def coding_points(codec: str) -> float:
     return _CODING.get(found.automatic, 0.0) if found.lossy else 0.0
 
 
-def exchange_points(rounds: Floats, coding: Floats, late: Floats) -> Floats:
+def exchange_points(rounds: Floats, coding: Floats, late: Floats | float) -> Floats:
     """Return the points that exchange in so many rounds costs.
 
     Args:
         coding: `coding_points` of the codec.
-        late: age of an update where it is merged, in rounds.
+        late: age of an update where it is merged, in rounds; 0: nothing is late.
     """
-    lateness = np.where(late > 0.0, np.clip(late, _LEAST_LATE, _MOST_LATE), 0.0)
-    return np.asarray((DRIFT + coding + LATE * lateness) / rounds)
+    costs = DRIFT + coding
+    if isinstance(late, np.ndarray):
+        costs = costs + LATE * np.where(late > 0.0, np.clip(late, _LEAST_LATE, _MOST_LATE), 0.0)
+    return np.asarray(costs / rounds)
