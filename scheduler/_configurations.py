@@ -22,13 +22,13 @@ from scheduler._pipelined import Staged, staged
 from scheduler._published_rules import METHODS
 from scheduler._shard_moves import train_clients, train_samples
 from scheduler.search import Ints
-from scheduler.tuning._profile import MEMORIES_MB, worker_counts
+from scheduler.tuning._profile import MEMORIES_MB, compute_of, worker_counts
 from sync.channel import channel_kinds
 from sync.collective import DEFAULT, collective_named, collectives
 from sync.policy import clients_of_round
 
 if TYPE_CHECKING:
-    from scheduler.tuning import MergePoint, Step, Steps, TaskProfile
+    from scheduler.tuning import MergePoint, Step, StepChoices, Steps, TaskModel, TaskProfile
 
 __all__ = [
     "ConfiguredPartition", "RegionConfigurations", "configurations", "holds_batch", "in_stages", "merge_of",
@@ -380,11 +380,11 @@ def _measured(
         # There the region's parameter server merges, where the plan leaves it open.
         wanted = DEFAULT
     chunks = demand.merging.get("k") if wanted is not None else None
-    return _steps(
-        profile, counts, demand.batch, demand.memory_mb, region.capacity.memory_mb, wanted,
-        None if chunks is None else int(chunks), int(demand.merging.get("staleness", 0)),
-        snapshot.speeds.get(region.name), snapshot.merges.get(region.name, ()),
+    task, choices = _choices(
+        profile, counts, demand.memory_mb, region.capacity.memory_mb, wanted, None if chunks is None else int(chunks),
+        int(demand.merging.get("staleness", 0)), snapshot.merges.get(region.name, ()),
     )  # fmt: skip
+    return choices.front(compute_of(profile, snapshot.speeds.get(region.name)), task.memory, demand.batch)
 
 
 def _alone(profile: TaskProfile, region: Region, counts: tuple[int, ...], snapshot: Snapshot, demand: Demand) -> Step:
@@ -422,28 +422,24 @@ def _alone(profile: TaskProfile, region: Region, counts: tuple[int, ...], snapsh
     )
 
 
-@lru_cache(maxsize=1024)
-def _steps(
+@lru_cache(maxsize=2048)
+def _choices(
     profile: TaskProfile,
     counts: tuple[int, ...],
-    batch: int,
     memory_mb: int | None,
     most_memory_mb: int,
     collective: str | None,
     chunks: int | None,
     staleness: int,
-    samples_per_second: float | None,
     merges: tuple[MergePoint, ...],
-) -> Steps:
-    """Return the steps that nothing beats; cached, since jobs that wait are replanned often."""
-    from scheduler.tuning import PlatformCosts, space_of, step_front, task_of
+) -> tuple[TaskModel, StepChoices]:
+    """Return the configurations that may be best with some batch; cached, since a plan tries several, and jobs that
+    wait are replanned often."""
+    from scheduler.tuning import PlatformCosts, space_of, step_choices, task_of
 
-    task = task_of(
-        profile, PlatformCosts(0.0), epochs=None, steps=1, staleness=staleness, samples_per_second=samples_per_second,
-        merges=merges,
-    )  # fmt: skip
+    task = task_of(profile, PlatformCosts(0.0), epochs=None, steps=1, staleness=staleness, merges=merges)
     space = space_of(
-        profile, workers=counts, most_memory_mb=most_memory_mb, batch=batch, collective=collective, chunks=chunks,
+        profile, workers=counts, most_memory_mb=most_memory_mb, batch=1, collective=collective, chunks=chunks,
         memory_mb=memory_mb,
     )  # fmt: skip
-    return step_front(task, space)
+    return task, step_choices(task, space, profile.channel.name)

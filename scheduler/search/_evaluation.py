@@ -221,7 +221,9 @@ class PlanEvaluation:
         chosen = self._others[1].reshape(figures, regions * most).take(at, axis=1)
         # Each region's figures lie together, as in `Staffs.of`.
         common = [
-            self._common[1][place].T if number in self._told_once else np.repeat(self._common[1][place], len(choice), 1).T
+            self._common[1][place].T
+            if number in self._told_once
+            else np.repeat(self._common[1][place], len(choice), 1).T
             for place, number in enumerate(self._common[0].tolist())
         ]
         return self._staffs(common, np.swapaxes(chosen, 1, 2))
