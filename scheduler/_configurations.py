@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from scheduler.tuning import MergePoint, Step, StepChoices, Steps, TaskModel, TaskProfile
 
 __all__ = [
-    "ConfiguredPartition", "RegionConfigurations", "configurations", "holds_batch", "in_stages", "merge_of",
+    "ConfiguredPartition", "RegionConfigurations", "configurations", "in_stages", "merge_of",
     "merging_of", "needed_mb", "unmeasured_mb",
 ]  # fmt: skip
 
@@ -68,6 +68,8 @@ class RegionConfigurations(Sequence[ConfiguredPartition]):
     memory_mb: Ints
     merges: Ints
     """A number for each way to merge, the same in all regions (`merge_of`)."""
+    holds_step: bool
+    """Whether functions have memory for a step, as far as a profile tells that."""
 
     @property
     @abstractmethod
@@ -100,8 +102,10 @@ class RegionConfigurations(Sequence[ConfiguredPartition]):
 class _Listed(RegionConfigurations):
     """A few configurations, as objects."""
 
-    def __init__(self, each: Sequence[ConfiguredPartition], region: Region, snapshot: Snapshot) -> None:
-        self._each, self._region, self._snapshot = each, region, snapshot
+    def __init__(
+        self, each: Sequence[ConfiguredPartition], region: Region, snapshot: Snapshot, *, holds_step: bool = True
+    ) -> None:
+        self._each, self._region, self._snapshot, self.holds_step = each, region, snapshot, holds_step
         self.workers = np.array([one.part.workers for one in each], np.int64)
         self.stages = np.array([one.part.workers // max(1, one.part.replicas) for one in each], np.int64)
         self.memory_mb = np.array([one.part.memory_mb for one in each], np.int64)
@@ -129,7 +133,7 @@ class _Measured(RegionConfigurations):
     """Configurations whose steps a profile has measured: a region may have hundreds, of which a plan takes one."""
 
     def __init__(self, steps: Steps, region: Region, samples: int, snapshot: Snapshot, demand: Demand) -> None:
-        self._steps, self._region, self._snapshot = steps, region, snapshot
+        self._steps, self._region, self._snapshot, self.holds_step = steps, region, snapshot, True
         self._samples, self._demand, self._made = samples, demand, dict[int, ConfiguredPartition]()
         self.workers, self._devices = steps.workers, region.worker_devices(demand.gpus)
         self.stages = np.ones_like(steps.workers)
@@ -209,19 +213,20 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> Region
         counts = (min(stated, rounds.clients) if rounds else stated,)
     known = _profiled(region, snapshot, demand)
     measured = _measured(region, known, counts, snapshot, demand) if known is not None else None
+    # Workers whose functions would not hold a step are left out, if others' do.
+    holds = measured is None or len(measured.workers) > 0
     found: list[ConfiguredPartition] = []
     if known is not None and demand.method is not None and METHODS[demand.method].by_region:
         found.append(_measured_one(_alone(known, region, counts, snapshot, demand), region, samples, demand))
-    elif measured is not None and rounds is None and set(counts).issubset(measured.workers.tolist()):
+    elif measured is not None and holds and rounds is None:
         return _Measured(measured, region, samples, snapshot, demand)
-    usual = unmeasured_mb(region, snapshot, demand), worker_speed(region, snapshot)
-    for count in counts:
-        places = [] if measured is None else np.flatnonzero(measured.workers == count).tolist()
-        if measured is not None and places:
-            found += [_measured_one(measured.one(at), region, samples, demand) for at in places]
-        else:
-            found.append(_unmeasured_one(region, samples, count, usual, snapshot, demand))
-    return _Listed(found if rounds is None else [_in_rounds(one, rounds) for one in found], region, snapshot)
+    if measured is not None and holds:
+        found += [_measured_one(measured.one(at), region, samples, demand) for at in range(len(measured.workers))]
+    else:
+        usual = unmeasured_mb(region, snapshot, demand), worker_speed(region, snapshot)
+        found += [_unmeasured_one(region, samples, count, usual, snapshot, demand) for count in counts]
+    found = found if rounds is None else [_in_rounds(one, rounds) for one in found]
+    return _Listed(found, region, snapshot, holds_step=holds)
 
 
 @dataclass(frozen=True)
@@ -326,14 +331,6 @@ def _ran_merge(region: Region, workers: int, snapshot: Snapshot, demand: Demand)
     nearest = min((point.workers for point in told), key=lambda count: (abs(count - workers), count))
     its = [point.seconds for point in told if point.workers == nearest]
     return float(np.median(its)) * (workers - 1) / (nearest - 1)
-
-
-def holds_batch(configured: RegionConfigurations, region: Region, snapshot: Snapshot, demand: Demand) -> bool:
-    """Return whether a function of a region has memory for a step, as far as a profile tells that."""
-    if isinstance(configured, _Measured) and configured.workers[0] == 1:
-        return True
-    known = _profiled(region, snapshot, demand)
-    return known is None or bool(len(_measured(region, known, (1,), snapshot, demand).workers))
 
 
 def needed_mb(snapshot: Snapshot, demand: Demand) -> float:

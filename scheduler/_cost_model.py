@@ -244,7 +244,8 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
     merges_usd = (steps * staffs.merge_usd[:, None, :]).sum(-1)[..., None] if staffs.merge_usd.any() else none
     usd = usd + many * (merges_usd + exchanges.usd)
     return JobTimeline(
-        compute, first_model, first_step, training, round_ends, round_work, between, ends, lost, busy, result, seconds, usd,
+        compute, first_model, first_step, training, round_ends, round_work, between, ends, lost, busy, result,
+        seconds, usd,
     )  # fmt: skip
 
 
@@ -274,8 +275,10 @@ def slice_ends(work_seconds: float, slice_seconds: float, step_seconds: float, o
 
 
 def _room(step_seconds: Floats, slice_seconds: float, enter: Floats) -> Floats:
-    """Return the seconds of work of one invocation: its begin counts in its slice, and it makes at least one step. Where
-    they are equal, the result has one row and one region for all."""
+    """Return the seconds of work of one invocation: its begin counts in its slice, and it makes at least one step.
+
+    Where they are equal, the result has one row and one region for all.
+    """
     room = np.maximum(slice_seconds - enter, _LEAST_ROOM_SECONDS)
     least = room.min()
     if room.ndim and least == room.max() and least >= step_seconds.max():

@@ -66,22 +66,30 @@ class Staffings:
         most = max(4, min(MOST_PACES, MOST_FIGURES // each * passes.shape[1]))
         if len(paces) > most:
             paces = paces[np.unique(np.linspace(0, len(paces) - 1, most).round().astype(int))]
-        found = [
+        found = []
+        for pace in paces:
             # A hair more, so that a pace which comes from the region itself is kept.
-            np.where(passes <= pace * (1 + 1e-9), priced, np.inf).argmin(axis=1)
-            for pace in paces
-            for priced in self._priced(staffs, pace)
-        ]
+            beyond = passes > pace * (1 + 1e-9)
+            for priced in self._priced(staffs, pace):
+                priced[beyond] = np.inf
+                found.append(priced.argmin(axis=1))
         few = np.where(staffs.step_samples <= staffs.step_samples.min(axis=1, keepdims=True), 0.0, np.inf)
         cheap = (few + (staffs.worker_usd + staffs.server_usd) * passes + staffs.merge_usd * loads).argmin(axis=1)
         return np.unique(np.array([*found, cheap, passes.argmin(axis=1)]), axis=0)
 
     def _priced(self, staffs: Staffs, pace: float) -> list[Floats]:
         """Return the USD of a pass over the data at a pace, by region and configuration, at each price of samples."""
-        usd = (staffs.worker_usd + staffs.server_usd) * pace
-        usd = usd + staffs.merge_usd * self._of.samples[:, None] / staffs.step_samples
+        standing, merging = self._paid
+        usd = standing * pace + merging
         samples = usd.min(axis=1).sum() * staffs.step_samples / self._of.least_samples
         return [usd * (1 - price) + samples * price for price in _SAMPLE_PRICES]
+
+    @cached_property
+    def _paid(self) -> tuple[Floats, Floats]:
+        """USD per second, and of the merges of a pass over the data, by region and configuration."""
+        staffs = self._of.configured
+        merging = staffs.merge_usd * self._of.samples[:, None] / staffs.step_samples
+        return staffs.worker_usd + staffs.server_usd, merging
 
     def fitted(self, choice: Ints, most: int) -> Ints:
         """Return a staffing changed so that rounds of whole steps fit the shards, for every interval; none if they are
