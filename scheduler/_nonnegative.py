@@ -51,7 +51,7 @@ def nonnegative_least_squares(features: Floats, targets: Floats) -> Floats:
             found[~free] = 0.0
             solved = _solved(columns, targets, free)
         found = solved
-    return found / lengths
+    return np.asarray(found / lengths)
 
 
 def _solved(columns: Floats, targets: Floats, free: npt.NDArray[np.bool_]) -> Floats:

@@ -259,7 +259,7 @@ class PlanEvaluation:
     def _most(self, off: Floats, rounds: Floats, usual: Floats) -> Floats:
         """Return the tolerance, or what the most careful way has to give up; by staffing."""
         careful = (exchange_points(rounds, self.ways.coding.min(), 0.0) - usual).clip(0.0) + off
-        return np.maximum(self.demand.tolerance, careful.min(axis=1))
+        return np.asarray(np.maximum(self.demand.tolerance, careful.min(axis=1)))
 
     def _careful(self, total: Floats) -> Floats:
         """Return the points that the usual exchange costs, shape (staffings, 1)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from functools import cached_property
 
 import numpy as np
@@ -57,39 +58,47 @@ class Staffings:
         if self.all_tried:
             numbers = np.meshgrid(*(np.arange(size) for size in self._of.sizes), indexing="ij")
             return np.stack(numbers, -1).reshape(-1, len(numbers))
-        staffs = self._of.configured
-        loads = self._of.samples[:, None] / staffs.step_samples
+        # Of many regions most have far fewer configurations than the one with most: each is one place here.
+        every, here = self._of.configured, (self._regions, self._numbers)
+        shape = every.step_samples.shape
+        staffs = Staffs(*(getattr(every, field.name)[here] for field in fields(Staffs)))
+        loads = self._of.samples[self._regions] / staffs.step_samples
         passes = loads * staffs.step_seconds
-        slowest = passes.min(axis=1).max()
-        paces = np.unique(passes[passes >= slowest])
-        each = passes.size * max(1, len(self._of.intervals)) * len(self._of.useful_ways) * len(_SAMPLE_PRICES)
-        most = max(4, min(MOST_PACES, MOST_FIGURES // each * passes.shape[1]))
+        fastest = self._least(passes)
+        paces = np.unique(passes[passes >= fastest.max()])
+        each = math.prod(shape) * max(1, len(self._of.intervals)) * len(self._of.useful_ways)
+        most = max(4, min(MOST_PACES, MOST_FIGURES // (each * len(_SAMPLE_PRICES)) * shape[1]))
         if len(paces) > most:
             paces = paces[np.unique(np.linspace(0, len(paces) - 1, most).round().astype(int))]
+        standing, merging = _paid(staffs, self._of.samples[self._regions])
         found = []
         for pace in paces:
             # A hair more, so that a pace which comes from the region itself is kept.
-            beyond = passes > pace * (1 + 1e-9)
-            for priced in self._priced(staffs, pace):
+            beyond, usd = passes > pace * (1 + 1e-9), standing * pace + merging
+            for priced in self._priced(usd, self._least(usd), staffs):
                 priced[beyond] = np.inf
-                found.append(priced.argmin(axis=1))
-        few = np.where(staffs.step_samples <= staffs.step_samples.min(axis=1, keepdims=True), 0.0, np.inf)
-        cheap = (few + (staffs.worker_usd + staffs.server_usd) * passes + staffs.merge_usd * loads).argmin(axis=1)
-        return np.unique(np.array([*found, cheap, passes.argmin(axis=1)]), axis=0)
+                found.append(self._first_least(priced))
+        fewest = self._least(staffs.step_samples)[self._regions]
+        few = np.where(staffs.step_samples <= fewest, 0.0, np.inf)
+        cheap = few + standing * passes + staffs.merge_usd * loads
+        return np.unique(np.array([*found, self._first_least(cheap), self._first_least(passes)]), axis=0)
 
-    def _priced(self, staffs: Staffs, pace: float) -> list[Floats]:
-        """Return the USD of a pass over the data at a pace, by region and configuration, at each price of samples."""
-        standing, merging = self._paid
-        usd = standing * pace + merging
-        samples = usd.min(axis=1).sum() * staffs.step_samples / self._of.least_samples
+    def _least(self, figures: Floats) -> Floats:
+        """Return the least figure of each region, of those of all configurations."""
+        return np.asarray(np.minimum.reduceat(figures, np.cumsum(self._of.sizes) - self._of.sizes))
+
+    def _first_least(self, figures: Floats) -> Ints:
+        """Return the number of the first configuration of each region that has its least figure."""
+        found, least = np.empty(len(self._of.sizes), np.int64), figures == self._least(figures)[self._regions]
+        # Of several assignments to a place the last one counts.
+        found[self._regions[least][::-1]] = self._numbers[least][::-1]
+        return found
+
+    def _priced(self, usd: Floats, least: Floats, staffs: Staffs) -> list[Floats]:
+        """Return the USD of a pass over the data at each price of samples, where these are free and the least of each
+        region is known."""
+        samples = least.sum() * staffs.step_samples / self._of.least_samples
         return [usd * (1 - price) + samples * price for price in _SAMPLE_PRICES]
-
-    @cached_property
-    def _paid(self) -> tuple[Floats, Floats]:
-        """USD per second, and of the merges of a pass over the data, by region and configuration."""
-        staffs = self._of.configured
-        merging = staffs.merge_usd * self._of.samples[:, None] / staffs.step_samples
-        return staffs.worker_usd + staffs.server_usd, merging
 
     def fitted(self, choice: Ints, most: int) -> Ints:
         """Return a staffing changed so that rounds of whole steps fit the shards, for every interval; none if they are
@@ -109,7 +118,9 @@ class Staffings:
         counts = np.unique(each[first])
         if len(counts) * len(self._of.intervals) * each.size > MOST_FIGURES:
             return np.empty((0, len(choice)), np.int64)
-        found, prices = [choice[None, :]], [logarithm(usd) for usd in self._priced(staffs, pace)]
+        standing, merging = _paid(staffs, self._of.samples[:, None])
+        usd = standing * pace + merging
+        found, prices = [choice[None, :]], [logarithm(one) for one in self._priced(usd, usd.min(axis=1), staffs)]
         different = set[bytes]()
         for count in counts:
             keeps = (seconds <= pace * (1 + 1e-9)) & (each <= count * (1 + 1e-9))
@@ -156,6 +167,11 @@ class Staffings:
         first, second = np.triu_indices(len(self._regions), 1)
         two = self._regions[first] != self._regions[second]
         return _with(choice, *((self._regions[at[two]], self._numbers[at[two]]) for at in (first, second)))
+
+
+def _paid(staffs: Staffs, samples: Floats) -> tuple[Floats, Floats]:
+    """Return the USD per second, and those of the merges of a pass over the data, by configuration."""
+    return staffs.worker_usd + staffs.server_usd, staffs.merge_usd * samples / staffs.step_samples
 
 
 def _with(choice: Ints, *changes: tuple[Ints, Ints]) -> Ints:

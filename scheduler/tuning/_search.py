@@ -121,21 +121,16 @@ class Steps(NamedTuple):
         workers, memory_mb, number, *rest = (column[at].item() for column in self)
         return Step(workers, memory_mb, collectives()[number], *rest)
 
-    def at(self, places: npt.NDArray[np.int64]) -> Steps:
-        """Return those at some places, in that order."""
-        return Steps(
-            self.workers[places], self.memory_mb[places], self.collective[places], self.chunks[places],
-            self.compute_seconds[places], self.merge_seconds[places], self.merge_usd[places],
-        )  # fmt: skip
-
 
 @dataclass(frozen=True, eq=False)
 class StepChoices:
     """Configurations from which a front of steps is taken, of one channel and all batches: arrays with a row for each
     number of workers, ascending, in the order of memory and USD; shorter rows are filled up with any."""
 
-    columns: tuple[npt.NDArray[np.int64], ...]
-    """Workers, memory, collective and chunks."""
+    workers: npt.NDArray[np.int64]
+    memory_mb: npt.NDArray[np.int64]
+    collective: npt.NDArray[np.int64]
+    chunks: npt.NDArray[np.int64]
     merge_seconds: npt.NDArray[np.float64]
     usd: npt.NDArray[np.float64]
     """Of a merge's requests; infinite where a row is filled up."""
@@ -152,7 +147,7 @@ class StepChoices:
         the least USD of all before it is kept for each size of memory.
         """
         computed = step_seconds(compute, batch, self.sizes_mb)[self.level]
-        there = needed_mb(memory, batch, self.model_bytes, self.columns[-1]) <= self.sizes_mb[self.level]
+        there = needed_mb(memory, batch, self.model_bytes, self.chunks.astype(float)) <= self.sizes_mb[self.level]
         there &= self.usd < np.inf
         order = np.where(there, computed + self.merge_seconds, np.inf).argsort(axis=-1, kind="stable")
         rows, places = np.arange(len(order))[:, None], np.arange(order.shape[1] - 1)
@@ -163,7 +158,10 @@ class StepChoices:
         found[:, 1:] = before > paid[:, 1:]
         found &= there[rows, order]
         at = np.broadcast_to(rows, order.shape)[found], order[found]
-        return Steps(*(column[at] for column in (*self.columns, computed, self.merge_seconds, self.usd)))
+        return Steps(
+            self.workers[at], self.memory_mb[at], self.collective[at], self.chunks[at], computed[at],
+            self.merge_seconds[at], self.usd[at],
+        )  # fmt: skip
 
 
 def step_choices(task: TaskModel, space: Space, name: str) -> StepChoices:
@@ -175,11 +173,14 @@ def step_choices(task: TaskModel, space: Space, name: str) -> StepChoices:
     usd = np.where(combined.there, costs.usd[combined.at][combined.by_workers], np.inf)
     rows = np.arange(len(usd))[:, None], np.lexsort((usd, combined.level), axis=-1)
     places, level = combined.by_workers[rows], combined.level[rows]
-    figures = (merges.workers, combined.grid.memories_mb, merges.collective, merges.chunks)
+    workers, memory_mb, collective, chunks = (
+        figure.astype(np.int64)[places]
+        for figure in (merges.workers, combined.grid.memories_mb, merges.collective, merges.chunks)
+    )
+    seconds = costs.seconds[combined.at][places]
     return StepChoices(
-        tuple(figure.astype(np.int64)[places] for figure in figures), costs.seconds[combined.at][places], usd[rows],
-        level, combined.sizes_mb, task.model_bytes,
-    )  # fmt: skip
+        workers, memory_mb, collective, chunks, seconds, usd[rows], level, combined.sizes_mb, task.model_bytes
+    )
 
 
 def _best(task: TaskModel, space: Space, limits: TuningLimits, *, by_cost: bool) -> Prediction | None:
