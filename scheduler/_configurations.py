@@ -22,16 +22,16 @@ from scheduler._pipelined import Staged, staged
 from scheduler._published_rules import METHODS
 from scheduler._shard_moves import train_clients, train_samples
 from scheduler.search import Ints
-from scheduler.tuning._profile import MEMORIES_MB, worker_counts
+from scheduler.tuning._profile import MEMORIES_MB, compute_of, worker_counts
 from sync.channel import channel_kinds
 from sync.collective import DEFAULT, collective_named, collectives
 from sync.policy import clients_of_round
 
 if TYPE_CHECKING:
-    from scheduler.tuning import MergePoint, Step, Steps, TaskProfile
+    from scheduler.tuning import MergePoint, Step, StepChoices, Steps, TaskModel, TaskProfile
 
 __all__ = [
-    "ConfiguredPartition", "RegionConfigurations", "configurations", "holds_batch", "in_stages", "merge_of",
+    "ConfiguredPartition", "RegionConfigurations", "configurations", "in_stages", "merge_of",
     "merging_of", "needed_mb", "unmeasured_mb",
 ]  # fmt: skip
 
@@ -68,6 +68,8 @@ class RegionConfigurations(Sequence[ConfiguredPartition]):
     memory_mb: Ints
     merges: Ints
     """A number for each way to merge, the same in all regions (`merge_of`)."""
+    holds_step: bool
+    """Whether functions have memory for a step, as far as a profile tells that."""
 
     @property
     @abstractmethod
@@ -100,8 +102,10 @@ class RegionConfigurations(Sequence[ConfiguredPartition]):
 class _Listed(RegionConfigurations):
     """A few configurations, as objects."""
 
-    def __init__(self, each: Sequence[ConfiguredPartition], region: Region, snapshot: Snapshot) -> None:
-        self._each, self._region, self._snapshot = each, region, snapshot
+    def __init__(
+        self, each: Sequence[ConfiguredPartition], region: Region, snapshot: Snapshot, *, holds_step: bool = True
+    ) -> None:
+        self._each, self._region, self._snapshot, self.holds_step = each, region, snapshot, holds_step
         self.workers = np.array([one.part.workers for one in each], np.int64)
         self.stages = np.array([one.part.workers // max(1, one.part.replicas) for one in each], np.int64)
         self.memory_mb = np.array([one.part.memory_mb for one in each], np.int64)
@@ -129,7 +133,7 @@ class _Measured(RegionConfigurations):
     """Configurations whose steps a profile has measured: a region may have hundreds, of which a plan takes one."""
 
     def __init__(self, steps: Steps, region: Region, samples: int, snapshot: Snapshot, demand: Demand) -> None:
-        self._steps, self._region, self._snapshot = steps, region, snapshot
+        self._steps, self._region, self._snapshot, self.holds_step = steps, region, snapshot, True
         self._samples, self._demand, self._made = samples, demand, dict[int, ConfiguredPartition]()
         self.workers, self._devices = steps.workers, region.worker_devices(demand.gpus)
         self.stages = np.ones_like(steps.workers)
@@ -209,19 +213,20 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> Region
         counts = (min(stated, rounds.clients) if rounds else stated,)
     known = _profiled(region, snapshot, demand)
     measured = _measured(region, known, counts, snapshot, demand) if known is not None else None
+    # Workers whose functions would not hold a step are left out, if others' do.
+    holds = measured is None or len(measured.workers) > 0
     found: list[ConfiguredPartition] = []
     if known is not None and demand.method is not None and METHODS[demand.method].by_region:
         found.append(_measured_one(_alone(known, region, counts, snapshot, demand), region, samples, demand))
-    elif measured is not None and rounds is None and set(counts).issubset(measured.workers.tolist()):
+    elif measured is not None and holds and rounds is None:
         return _Measured(measured, region, samples, snapshot, demand)
-    usual = unmeasured_mb(region, snapshot, demand), worker_speed(region, snapshot)
-    for count in counts:
-        places = [] if measured is None else np.flatnonzero(measured.workers == count).tolist()
-        if measured is not None and places:
-            found += [_measured_one(measured.one(at), region, samples, demand) for at in places]
-        else:
-            found.append(_unmeasured_one(region, samples, count, usual, snapshot, demand))
-    return _Listed(found if rounds is None else [_in_rounds(one, rounds) for one in found], region, snapshot)
+    if measured is not None and holds:
+        found += [_measured_one(measured.one(at), region, samples, demand) for at in range(len(measured.workers))]
+    else:
+        usual = unmeasured_mb(region, snapshot, demand), worker_speed(region, snapshot)
+        found += [_unmeasured_one(region, samples, count, usual, snapshot, demand) for count in counts]
+    found = found if rounds is None else [_in_rounds(one, rounds) for one in found]
+    return _Listed(found, region, snapshot, holds_step=holds)
 
 
 @dataclass(frozen=True)
@@ -328,14 +333,6 @@ def _ran_merge(region: Region, workers: int, snapshot: Snapshot, demand: Demand)
     return float(np.median(its)) * (workers - 1) / (nearest - 1)
 
 
-def holds_batch(configured: RegionConfigurations, region: Region, snapshot: Snapshot, demand: Demand) -> bool:
-    """Return whether a function of a region has memory for a step, as far as a profile tells that."""
-    if isinstance(configured, _Measured) and configured.workers[0] == 1:
-        return True
-    known = _profiled(region, snapshot, demand)
-    return known is None or bool(len(_measured(region, known, (1,), snapshot, demand).workers))
-
-
 def needed_mb(snapshot: Snapshot, demand: Demand) -> float:
     """Return the memory in MB that a worker needs for a whole model, as counted by an agent; of one that none has
     counted, PyTorch's alone."""
@@ -380,11 +377,11 @@ def _measured(
         # There the region's parameter server merges, where the plan leaves it open.
         wanted = DEFAULT
     chunks = demand.merging.get("k") if wanted is not None else None
-    return _steps(
-        profile, counts, demand.batch, demand.memory_mb, region.capacity.memory_mb, wanted,
-        None if chunks is None else int(chunks), int(demand.merging.get("staleness", 0)),
-        snapshot.speeds.get(region.name), snapshot.merges.get(region.name, ()),
+    task, choices = _choices(
+        profile, counts, demand.memory_mb, region.capacity.memory_mb, wanted, None if chunks is None else int(chunks),
+        int(demand.merging.get("staleness", 0)), snapshot.merges.get(region.name, ()),
     )  # fmt: skip
+    return choices.front(compute_of(profile, snapshot.speeds.get(region.name)), task.memory, demand.batch)
 
 
 def _alone(profile: TaskProfile, region: Region, counts: tuple[int, ...], snapshot: Snapshot, demand: Demand) -> Step:
@@ -422,28 +419,24 @@ def _alone(profile: TaskProfile, region: Region, counts: tuple[int, ...], snapsh
     )
 
 
-@lru_cache(maxsize=1024)
-def _steps(
+@lru_cache(maxsize=2048)
+def _choices(
     profile: TaskProfile,
     counts: tuple[int, ...],
-    batch: int,
     memory_mb: int | None,
     most_memory_mb: int,
     collective: str | None,
     chunks: int | None,
     staleness: int,
-    samples_per_second: float | None,
     merges: tuple[MergePoint, ...],
-) -> Steps:
-    """Return the steps that nothing beats; cached, since jobs that wait are replanned often."""
-    from scheduler.tuning import PlatformCosts, space_of, step_front, task_of
+) -> tuple[TaskModel, StepChoices]:
+    """Return the configurations that may be best with some batch; cached, since a plan tries several, and jobs that
+    wait are replanned often."""
+    from scheduler.tuning import PlatformCosts, space_of, step_choices, task_of
 
-    task = task_of(
-        profile, PlatformCosts(0.0), epochs=None, steps=1, staleness=staleness, samples_per_second=samples_per_second,
-        merges=merges,
-    )  # fmt: skip
+    task = task_of(profile, PlatformCosts(0.0), epochs=None, steps=1, staleness=staleness, merges=merges)
     space = space_of(
-        profile, workers=counts, most_memory_mb=most_memory_mb, batch=batch, collective=collective, chunks=chunks,
+        profile, workers=counts, most_memory_mb=most_memory_mb, batch=1, collective=collective, chunks=chunks,
         memory_mb=memory_mb,
     )  # fmt: skip
-    return step_front(task, space)
+    return task, step_choices(task, space, profile.channel.name)

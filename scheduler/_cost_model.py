@@ -112,9 +112,11 @@ class Staffs:
         return cls(*(np.asfortranarray(figure) for figure in np.moveaxis(table, -1, 0)))
 
     @classmethod
-    def first_overhead(cls) -> int:
-        """Return the number of the first figure that is an overhead; these may be one row for all staffings."""
-        return [field.name for field in fields(cls)].index("first_model")
+    def told_once(cls) -> frozenset[int]:
+        """Return the numbers of the figures that may be one row for all staffings: what is paid besides workers, and
+        overheads, of which only the largest counts."""
+        names = [field.name for field in fields(cls)]
+        return frozenset(names.index(name) for name in ("server_usd", "call_usd", *names[names.index("first_model") :]))
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,8 @@ class Occasion:
 class JobTimeline:
     """The seconds of a job's phases, and what it costs: arrays that broadcast to the shape of all plans."""
 
+    compute: Floats
+    """Seconds that a round's steps take the slowest region."""
     first_model: Floats
     first_step: Floats
     steps: Floats
@@ -218,9 +222,9 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
     work = first_model + first_step + training + between + round_ends + round_work + occasion.rest
     room = _room(staffs.step_seconds, occasion.slice_seconds, staffs.enter)
     slice_end, call_usd = staffs.slice_end, staffs.call_usd
-    if (room == room[:, :1]).all():
+    if room.shape[1] == 1 or (room == room[:, :1]).all():
         # All regions' invocations end at once, as mostly: their axis would make most of the arithmetic.
-        room, slice_end, call_usd = room[:, :1], slice_end.max(-1, keepdims=True), call_usd.sum(-1, keepdims=True)
+        room, slice_end, call_usd = room[:, :1], slice_end.max(-1, keepdims=True), _total(call_usd, staffs)[:, None]
     ends = np.maximum(0.0, np.ceil(work[..., None] / room[:, None, None, :] - 1e-9) - 1)
     # Reductions of an axis of one are slow.
     one = room.shape[1] == 1
@@ -231,14 +235,17 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
     seconds = occasion.start + occasion.copying + busy + result
     usd = busy * staffs.worker_usd.sum(-1)[:, None, None]
     ahead, served = seconds - occasion.start, occasion.served - occasion.copying * occasion.served_late
-    usd = usd + ahead * staffs.server_usd.sum(-1)[:, None, None]
-    usd = usd + (staffs.worker_usd * occasion.started + staffs.server_usd * served).sum(-1)[:, None, None]
+    usd = usd + ahead * _total(staffs.server_usd, staffs)[:, None, None]
+    if occasion.started.any() or served.any():
+        usd = usd + (staffs.worker_usd * occasion.started + staffs.server_usd * served).sum(-1)[:, None, None]
     usd = usd + _below_zero(staffs.worker_usd, busy, occasion.started) + _below_zero(staffs.server_usd, ahead, served)
     calls_usd = (1 + ends) * call_usd[:, None, None, :]
     usd = usd + (calls_usd[..., 0] if one else calls_usd.sum(-1))
-    usd = usd + many * ((steps * staffs.merge_usd[:, None, :]).sum(-1)[..., None] + exchanges.usd)
+    merges_usd = (steps * staffs.merge_usd[:, None, :]).sum(-1)[..., None] if staffs.merge_usd.any() else none
+    usd = usd + many * (merges_usd + exchanges.usd)
     return JobTimeline(
-        first_model, first_step, training, round_ends, round_work, between, ends, lost, busy, result, seconds, usd,
+        compute, first_model, first_step, training, round_ends, round_work, between, ends, lost, busy, result,
+        seconds, usd,
     )  # fmt: skip
 
 
@@ -268,8 +275,23 @@ def slice_ends(work_seconds: float, slice_seconds: float, step_seconds: float, o
 
 
 def _room(step_seconds: Floats, slice_seconds: float, enter: Floats) -> Floats:
-    """Return the seconds of work of one invocation: its begin counts in its slice, and it makes at least one step."""
-    return np.asarray(np.maximum(np.maximum(slice_seconds - enter, step_seconds), _LEAST_ROOM_SECONDS))
+    """Return the seconds of work of one invocation: its begin counts in its slice, and it makes at least one step.
+
+    Where they are equal, the result has one row and one region for all.
+    """
+    room = np.maximum(slice_seconds - enter, _LEAST_ROOM_SECONDS)
+    least = room.min()
+    if room.ndim and least == room.max() and least >= step_seconds.max():
+        return np.asarray(room[:1, :1])
+    return np.asarray(np.maximum(room, step_seconds))
+
+
+def _total(by_region: Floats, staffs: Staffs) -> Floats:
+    """Return the sums over all regions of a figure that may have one row for all staffings."""
+    if len(by_region) == len(staffs.step_samples):
+        return np.asarray(by_region.sum(-1))
+    # Rounded as the sums of several rows are: these are made region by region.
+    return np.asarray(np.repeat(by_region.T, 2, axis=1).T.sum(-1)[:1])
 
 
 def _below_zero(usd: Floats, seconds: Floats, besides: Floats) -> Floats:

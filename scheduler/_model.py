@@ -308,7 +308,8 @@ class Demand:
     residency: str | tuple[str, ...] = "region"
     """Where the job allows its raw data to be processed, within what their owner allows; values as of a dataset."""
     parallelism: str = "auto"
-    """"data": every worker holds the whole model; "pipeline"; "auto": data, unless no function is large enough."""
+    """"data": every worker holds the whole model, even if no function seems large enough; "whole": the same, but then
+    the job is refused; "pipeline"; "auto": whole, unless no function is large enough."""
     stages: int | None = None
     """Number of pipeline stages; None: the plan chooses."""
     activations: str | None = None

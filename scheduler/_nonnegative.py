@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,17 +22,19 @@ def nonnegative_least_squares(features: Floats, targets: Floats) -> Floats:
     ``features``: (points, coefficients), ``targets``: (points,), finite. Where several do, as with equal columns, it is
     one of them. The active-set method NNLS of Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23.
     """
-    lengths = np.linalg.norm(features, axis=0)
+    lengths = np.sqrt((features * features).sum(axis=0))
+    lengths[lengths == 0.0] = 1.0
     # Columns of length 1, so that the tolerance means the same for each.
-    columns = features / np.where(lengths > 0, lengths, 1.0)
-    tolerance = _TOLERANCE * float(np.linalg.norm(targets))
+    columns = features / lengths
+    tolerance = _TOLERANCE * math.sqrt(targets @ targets)
     found = np.zeros(columns.shape[1])
     free, useless = np.zeros(len(found), bool), np.zeros(len(found), bool)
     for _ in range(_ROUNDS * len(found)):
-        gradient = np.where(free | useless, 0.0, columns.T @ (targets - columns @ found))
-        if gradient.max(initial=0.0) <= tolerance:
-            break
+        gradient = columns.T @ (targets - columns @ found)
+        gradient[free | useless] = 0.0
         new = int(gradient.argmax())
+        if gradient[new] <= tolerance:
+            break
         free[new] = True
         solved = _solved(columns, targets, free)
         if solved[new] <= 0:
@@ -47,7 +51,7 @@ def nonnegative_least_squares(features: Floats, targets: Floats) -> Floats:
             found[~free] = 0.0
             solved = _solved(columns, targets, free)
         found = solved
-    return found / np.where(lengths > 0, lengths, 1.0)
+    return np.asarray(found / lengths)
 
 
 def _solved(columns: Floats, targets: Floats, free: npt.NDArray[np.bool_]) -> Floats:

@@ -27,6 +27,8 @@ STATE_FACTOR = 2.0
 rather than too little."""
 USUAL_BASE_MB, LEAST_BASE_MB = 300.0, 128.0
 """Memory of a worker with torch loaded, in MB: the usual one, and the lower bound of what a profile yields."""
+_WHOLE = ("data", "whole")
+"""What jobs ask for whose workers hold the whole model."""
 WORTH = 0.95
 """Ratio of a step's time (or cost, if the job minimises it) in bfloat16 to float32 below which stages send bfloat16. It
 rounds activations and their gradients to 8 bits of mantissa, so it must be worth that."""
@@ -129,17 +131,16 @@ def _shape(cut: Staged, degree: int) -> PipelineShape:
 def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
     """Return the stages of a region's part; None: its workers hold the whole model, or no stages are known to fit."""
     profile, prices = snapshot.profiles.get(region.name), region.prices
-    if demand.parallelism == "data" or profile is None or prices is None or not _measured(profile):
+    if demand.parallelism in _WHOLE or profile is None or prices is None or not _measured(profile):
         return None
     most_mb = min(demand.memory_mb or region.capacity.memory_mb, region.capacity.memory_mb)
-    if demand.parallelism == "auto" and _fits_whole(profile, demand.batch, most_mb):
+    workers = _most_workers(region, snapshot, demand)
+    if demand.parallelism == "auto" and _fits_whole(profile, demand.batch, workers, most_mb):
         return None
     sizes = (demand.memory_mb,) if demand.memory_mb else (*(size for size in SIZES_MB if size < most_mb), most_mb)
-    workers = demand.workers.get(region.name) if isinstance(demand.workers, Mapping) else demand.workers
-    free = snapshot.free_workers(region, demand.gpus)
     device_usd = region.worker_devices(demand.gpus) * prices.device_usd_per_second
     return _staged(
-        profile, prices.function_usd_per_gb_second, device_usd, demand.batch, sizes, workers or max(1, free),
+        profile, prices.function_usd_per_gb_second, device_usd, demand.batch, sizes, workers,
         demand.stages, demand.minimise, demand.activations, merged_size_factor(demand.merging_codec),
         region.capacity.cores, round(snapshot.stage_paces.get(region.name, 1.0), 3),
     )  # fmt: skip
@@ -148,13 +149,12 @@ def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
 def unstaged(region: Region, snapshot: Snapshot, demand: Demand) -> Reason | None:
     """Return why a region cannot run the model in stages although the demand requires it, or no function can hold the
     whole model; None: it can, or need not."""
-    if demand.parallelism == "data" or staged(region, snapshot, demand) is not None:
+    if demand.parallelism in _WHOLE or staged(region, snapshot, demand) is not None:
         return None
-    known = snapshot.profiles.get(region.name)
+    profile, workers = snapshot.profiles.get(region.name), _most_workers(region, snapshot, demand)
     most_mb = min(demand.memory_mb or region.capacity.memory_mb, region.capacity.memory_mb)
-    if demand.parallelism == "auto" and (known is None or _fits_whole(known, demand.batch, most_mb)):
+    if demand.parallelism == "auto" and (profile is None or _fits_whole(profile, demand.batch, workers, most_mb)):
         return None
-    profile = snapshot.profiles.get(region.name)
     if profile is None:
         text, remedy = "has no profile of the task", "run `geofed profile` for it first"
     elif not _measured(profile):
@@ -189,14 +189,21 @@ def _measured(profile: TaskProfile) -> bool:
     return bool(profile.layers) and all("backward_beta_seconds" in layer for layer in profile.layers)
 
 
-def _fits_whole(profile: TaskProfile, batch: int, most_mb: int) -> bool:
+def _most_workers(region: Region, snapshot: Snapshot, demand: Demand) -> int:
+    """Return the workers that a region has for a job, or that the job asks for there."""
+    stated = demand.workers.get(region.name) if isinstance(demand.workers, Mapping) else demand.workers
+    return stated or max(1, snapshot.free_workers(region, demand.gpus))
+
+
+def _fits_whole(profile: TaskProfile, batch: int, workers: int, most_mb: int) -> bool:
+    """Return whether functions have memory for a step of the whole model and its merge among so many workers."""
     from scheduler.tuning import fit_memory, needed_mb
 
     try:
         memory = fit_memory(profile.steps)
     except ValueError:
         return True
-    return float(needed_mb(memory, float(batch), 0.0, 1.0)) <= most_mb
+    return float(needed_mb(memory, float(batch), profile.model_bytes, workers)) <= most_mb
 
 
 def _base_mb(profile: TaskProfile) -> float:

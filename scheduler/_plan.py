@@ -10,7 +10,6 @@ from scheduler._configurations import (
     TORCH_MB,
     RegionConfigurations,
     configurations,
-    holds_batch,
     merging_of,
     needed_mb,
 )
@@ -604,10 +603,11 @@ def _unfit(region: Region, configured: RegionConfigurations, snapshot: Snapshot,
         return [Reason("INADMISSIBLE", text, "lower function.gpus, or keep the region out with regions.avoid")]
     if text := _gpu_memory(region, snapshot, demand):
         reasons.append(Reason("GPU_MEMORY", text, _SMALLER_STEPS))
-    if demand.chooses_batch and not holds_batch(configured, region, snapshot, demand):
+    insists = demand.memory_mb is not None or demand.parallelism == "data"
+    if not configured.holds_step and (demand.chooses_batch or not insists):
         most = demand.memory_mb or capacity.memory_mb
         text = f"a step of {demand.batch} samples does not fit into a function of {most} MB in {name}, as profiled"
-        reasons.append(Reason("INADMISSIBLE", text, "raise function.memoryMb, or the region's capacity.memoryMb"))
+        reasons.append(Reason("INADMISSIBLE", text, _MORE_MEMORY if demand.chooses_batch else _OTHER_STEPS))
     free = max(0, snapshot.free_workers(region, demand.gpus))
     if part.workers > free:
         reasons.append(
@@ -656,6 +656,11 @@ def _gpu_memory(region: Region, snapshot: Snapshot, demand: Demand) -> str:
     return f"{step}, and one in region {region.name} has {devices.memory_mb} MB"
 
 
+_MORE_MEMORY = "raise function.memoryMb, or the region's capacity.memoryMb"
+_OTHER_STEPS = (
+    "use a smaller train.batch, raise the region's capacity.memoryMb, or keep the region out with regions.avoid; with "
+    "`function.memoryMb` or `parallelism: data` it is tried all the same"
+)
 _SMALLER_STEPS = (
     "let a step need less (train.accumulate, train.precision: bf16, a smaller train.batch), or keep the region out "
     "with regions.avoid"

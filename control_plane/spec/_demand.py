@@ -87,10 +87,13 @@ def _clients(spec: JobSpec) -> ClientDemand | None:
 
 
 def _parallelism(spec: JobSpec) -> str:
-    whole = spec.train.scaling != "fixed" or spec.privacy.differential is not None or spec.clients is not None
-    whole = whole or spec.evaluates_only or spec.train.batch == "auto" or spec.function.sharding != "none"
-    if whole or spec.objective.method != "auto" or spec.keys_without_pipeline:
+    if spec.evaluates_only:
+        # No step is made whose memory a profile has measured.
         return "data"
+    whole = spec.train.scaling != "fixed" or spec.privacy.differential is not None or spec.clients is not None
+    whole = whole or spec.function.sharding != "none" or spec.objective.method != "auto"
+    if (whole or spec.keys_without_pipeline) and spec.parallelism != "data":
+        return "whole"
     return spec.parallelism if isinstance(spec.parallelism, str) else "pipeline"
 
 

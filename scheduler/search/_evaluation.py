@@ -6,6 +6,7 @@ and ways to exchange.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -14,10 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler._cost_model import Bools, Floats, Occasion, Staffs, course
+from scheduler._cost_model import Bools, Exchanges, Floats, Occasion, Staffs, course
 from scheduler._exchange import Ways, policy_of
 from scheduler._model import Demand
-from scheduler.tuning._learning import PRIOR_NOISE_SAMPLES, batch_points, exchange_points, samples_factor
+from scheduler.tuning._learning import (
+    PRIOR_NOISE_SAMPLES,
+    batch_points,
+    exchange_points,
+    samples_factor,
+    step_samples_of,
+)
 
 __all__ = [
     "MOST_OFF",
@@ -79,12 +86,17 @@ class EvaluatedPlans:
     """Points that the exchange gives up against the usual one; below 0 where it is more careful."""
     off_points: Floats
     """Points that count as given up by other passes over the shards than asked, by staffing and interval."""
-    tolerated: Bools
-    """Whether both are within the tolerance, or the least that any interval allows."""
+    most: Floats
+    """Points by both that are tolerated, by staffing: the tolerance, or the least that any interval allows."""
     factor: Floats
     """`samples_factor`, by staffing."""
     batch_points: Floats
     """Points that the global batch gives up, by staffing."""
+
+    @cached_property
+    def tolerated(self) -> Bools:
+        """Whether plans give up no more than is tolerated."""
+        return np.asarray(self.points.clip(0.0) + self.off_points[..., None] <= self.most[:, None, None] + 1e-9)
 
 
 _BY_STAFFING = tuple(field.name for field in fields(EvaluatedPlans) if field.name not in ("ways", "intervals"))
@@ -108,6 +120,7 @@ class PlanEvaluation:
         self.ways, self.least_ways = _with_least(ways, self.useful_ways)
         """``least_ways``: one that waits and one that does not, each of which is no worse than any useful one in any
         respect: what plans take at least."""
+        self._figures_of_ways: dict[tuple[int, ...], tuple[Exchanges, Floats]] = {}
         self._occasion, self.measured_noise, self._noise = occasion, noise, noise or PRIOR_NOISE_SAMPLES
         self.sizes = np.array([own.shape[1] for own in figures])
         # What all configurations of each region have in common is held once: of many regions that is most of all.
@@ -118,7 +131,7 @@ class PlanEvaluation:
             # Regions with fewer configurations repeat their last one.
             self._others[1][:, place, : own.shape[1]] = own[~common]
             self._others[1][:, place, own.shape[1] :] = own[~common, -1:]
-        each = self._others[1]
+        each, self._told_once = self._others[1], Staffs.told_once()
         self.configured = self._staffs(np.broadcast_to(self._common[1], (int(common.sum()), *each.shape[1:])), each)
         """Every configuration of every region, shape (regions, configurations)."""
         self.samples = np.array(samples, float)
@@ -130,17 +143,26 @@ class PlanEvaluation:
         self.intervals = np.array(self._tried_intervals() if free else (self._usual,), float)
 
     def evaluate(
-        self, choice: Ints, interval: int | None = None, ways: tuple[int, ...] = (), *, roughly: bool = False
+        self,
+        choice: Ints,
+        intervals: Ints | None = None,
+        ways: tuple[int, ...] = (),
+        *,
+        most: Floats | None = None,
+        roughly: bool = False,
     ) -> EvaluatedPlans:
-        """Evaluate staffings with all intervals, or with one, and with the given ways or all that may be best.
+        """Evaluate staffings with all intervals, or with some, and with the given ways or all that may be best.
 
-        Roughly: whether another interval would fit the shards better does not count.
+        ``most``: `EvaluatedPlans.most` of the staffings, if it is known. Roughly: whether another interval would fit
+        the shards better does not count.
         """
         ways = ways or self.useful_ways
-        intervals = 1 if roughly and interval is not None else len(self.intervals)
-        size = max(1, MOST_AT_ONCE // (intervals * max(len(self.sizes), len(ways))))
+        count = len(self.intervals) if intervals is None or not (roughly or most is not None) else len(intervals)
+        size = max(1, MOST_AT_ONCE // (count * max(len(self.sizes), len(ways))))
         parts = [
-            self._evaluated(choice[at : at + size], interval, ways, roughly=roughly)
+            self._evaluated(
+                choice[at : at + size], intervals, ways, None if most is None else most[at : at + size], roughly=roughly
+            )
             for at in range(0, len(choice), size)
         ]
         if len(parts) == 1:
@@ -150,26 +172,42 @@ class PlanEvaluation:
         }
         return replace(parts[0], **joined)
 
-    def _evaluated(self, choice: Ints, interval: int | None, ways: tuple[int, ...], *, roughly: bool) -> EvaluatedPlans:
+    def _evaluated(
+        self, choice: Ints, intervals: Ints | None, ways: tuple[int, ...], most: Floats | None, *, roughly: bool
+    ) -> EvaluatedPlans:
         staffs = self.staffs(choice)
         total, shares = self.loads(staffs)
-        numbers = np.arange(len(self.intervals)) if interval is None or not roughly else np.array([interval])
-        steps_of, rounds = self.rounds(total, self.intervals[numbers])
-        steps = whole_steps(steps_of, shares)
-        points = self._points(staffs, rounds, steps, total, ways)
-        another = roughly and len(self.intervals) > 1
-        off = np.zeros(rounds.shape) if another else off_points(rounds, steps, total, shares)
-        tolerated = np.ones(points.shape, bool) if roughly else self._tolerated(points, off, rounds, total)
-        if interval is not None and not roughly:
-            numbers, only = numbers[[interval]], slice(interval, interval + 1)
-            steps_of, rounds, steps, off = steps_of[:, only], rounds[:, only], steps[:, only], off[:, only]
-            points, tolerated = points[:, only], tolerated[:, only]
-        took = course(staffs, self._occasion, rounds, steps, self.ways.figures.at(ways))
+        numbers, usual = np.arange(len(self.intervals)) if intervals is None else intervals, self._careful(total)
+        if roughly:
+            most = np.full(len(choice), np.inf)
+        if most is None:
+            # What is tolerated follows from all intervals.
+            steps_of, rounds, steps, off = self._lengths(self.intervals, total, shares)
+            most = self._most(off, rounds, usual)
+            if intervals is not None:
+                steps_of, rounds, steps, off = (figure[:, numbers] for figure in (steps_of, rounds, steps, off))
+        else:
+            another = roughly and len(self.intervals) > 1
+            steps_of, rounds, steps, off = self._lengths(self.intervals[numbers], total, shares, exact=another)
+        exchanges, coding = self._of_ways(ways)
+        took = course(staffs, self._occasion, rounds, steps, exchanges)
+        late = exchanges.background * exchanges.seconds / took.compute if self.ways.optional_background else 0.0
+        # What is given up against the usual exchange of the same staffing.
+        points = exchange_points(rounds[..., None], coding, late) - usual[..., None]
         factor = samples_factor(staffs.step_samples.sum(axis=1), self._compared_samples, self._noise)
         return EvaluatedPlans(
-            choice, ways, numbers, steps_of, rounds, took.seconds, took.usd, points, off, tolerated, factor,
+            choice, ways, numbers, steps_of, rounds, took.seconds, took.usd, points, off, most, factor,
             self._batch_points(factor),
         )  # fmt: skip
+
+    def _lengths(
+        self, intervals: Floats, total: Floats, shares: Floats, *, exact: bool = False
+    ) -> tuple[Floats, Floats, Floats, Floats]:
+        """Return interval, number of rounds, whole steps by region, and `off_points`, 0 where all intervals are taken
+        as exact."""
+        steps_of, rounds = self.rounds(total, intervals)
+        steps = whole_steps(steps_of, shares)
+        return steps_of, rounds, steps, np.zeros(rounds.shape) if exact else off_points(rounds, steps, total, shares)
 
     def steps(self, evaluated: EvaluatedPlans, place: PlanIndex) -> Floats:
         """Return the steps of a plan's rounds, by region."""
@@ -181,11 +219,14 @@ class PlanEvaluation:
         figures, regions, most = self._others[1].shape
         at = np.arange(regions)[:, None] * most + choice.T
         chosen = self._others[1].reshape(figures, regions * most).take(at, axis=1)
-        # Each region's figures lie together, as in `Staffs.of`. Of overheads only the largest is asked for, which one
-        # row tells for all staffings.
-        each = self._common[0] < Staffs.first_overhead()
-        common = [*np.repeat(self._common[1][each], len(choice), axis=2), *self._common[1][~each]]
-        return self._staffs([figure.T for figure in common], np.swapaxes(chosen, 1, 2))
+        # Each region's figures lie together, as in `Staffs.of`.
+        common = [
+            self._common[1][place].T
+            if number in self._told_once
+            else np.repeat(self._common[1][place], len(choice), 1).T
+            for place, number in enumerate(self._common[0].tolist())
+        ]
+        return self._staffs(common, np.swapaxes(chosen, 1, 2))
 
     def _staffs(self, common: Iterable[Floats], others: Iterable[Floats]) -> Staffs:
         """Return staffings of figures of both kinds, each of shape (figures, ...)."""
@@ -199,6 +240,15 @@ class PlanEvaluation:
         factor = samples_factor(np.array([self.least_samples]), self._compared_samples, self._noise)
         return float(self._batch_points(factor)[0])
 
+    @property
+    def most_step_samples(self) -> float:
+        """Samples of the largest global batch that gives up no more points than the tolerance, or slightly more."""
+        demand = self.demand
+        if demand.epochs is None or demand.to_goal:
+            return math.inf
+        samples, most = demand.epochs * float(self.samples.sum()), max(0.0, demand.tolerance) + 1e-6
+        return step_samples_of(most, self._compared_samples, self._noise, samples)
+
     def _batch_points(self, factor: Floats) -> Floats:
         """Return what larger batches give up where the number of samples is fixed."""
         demand = self.demand
@@ -206,26 +256,23 @@ class PlanEvaluation:
             return np.zeros_like(factor)
         return batch_points(factor, self._compared_samples, demand.epochs * float(self.samples.sum()))
 
-    def _tolerated(self, points: Floats, off: Floats, rounds: Floats, total: Floats) -> Bools:
-        """Return whether points are within the tolerance, or no more than what the most careful way has to give up."""
-        careful = (exchange_points(rounds, self.ways.coding.min(), np.zeros(1)) - self._careful(total)).clip(0.0) + off
-        most = np.maximum(self.demand.tolerance, careful.min(axis=1))
-        return np.asarray(points.clip(0.0) + off[..., None] <= most[:, None, None] + 1e-9)
+    def _most(self, off: Floats, rounds: Floats, usual: Floats) -> Floats:
+        """Return the tolerance, or what the most careful way has to give up; by staffing."""
+        careful = (exchange_points(rounds, self.ways.coding.min(), 0.0) - usual).clip(0.0) + off
+        return np.asarray(np.maximum(self.demand.tolerance, careful.min(axis=1)))
 
     def _careful(self, total: Floats) -> Floats:
         """Return the points that the usual exchange costs, shape (staffings, 1)."""
         _, usual = self.rounds(total, np.array([float(self._usual)]))
         if self.demand.interval is None:
             usual = np.maximum(usual, np.minimum(FEWEST_ROUNDS, np.maximum(1.0, np.round(total))[:, None]))
-        return exchange_points(usual, self.ways.coding.min(), np.zeros(1))
+        return exchange_points(usual, self.ways.coding.min(), 0.0)
 
-    def _points(self, staffs: Staffs, rounds: Floats, steps: Floats, total: Floats, ways: tuple[int, ...]) -> Floats:
-        """Return the points given up against the usual exchange of the same staffing."""
-        figures = self.ways.figures.at(ways)
-        compute = (steps * staffs.step_seconds[:, None, :]).max(-1)[..., None]
-        late = figures.background * figures.seconds / compute if self.ways.optional_background else np.zeros((1, 1, 1))
-        found = exchange_points(rounds[..., None], self.ways.coding[list(ways)], late)
-        return np.asarray(found - self._careful(total)[..., None])
+    def _of_ways(self, ways: tuple[int, ...]) -> tuple[Exchanges, Floats]:
+        """Return the figures of some ways, and their `coding_points`."""
+        if ways not in self._figures_of_ways:
+            self._figures_of_ways[ways] = self.ways.figures.at(ways), self.ways.coding[list(ways)]
+        return self._figures_of_ways[ways]
 
     def loads(self, staffs: Staffs) -> tuple[Floats, Floats]:
         """Return the steps of the region that makes the most, and each region's as a part of them."""

@@ -28,12 +28,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from scheduler._cost_model import Bools, Floats
-from scheduler.search._evaluation import EvaluatedPlans, Ints, PlanEvaluation, PlanIndex
+from scheduler.search._evaluation import MOST_AT_ONCE, EvaluatedPlans, Ints, PlanEvaluation, PlanIndex
 from scheduler.search._staffings import BEYOND_WORTH, MOST_TRIED, Staffings, joined, logarithm
 
 __all__ = ["PlanCriteria", "PlanSearch", "Spread"]
@@ -55,6 +55,8 @@ _LEAST_GAIN = 1e-9
 """Gain of a change below which it is rounding, as a share of the objective."""
 _ROUNDING_POINTS = 1e-6
 """Points by which two ways to compute them may differ."""
+_LEAST_BOUNDED = 320
+"""Staffings times ways from which bounds take less time than they save."""
 _MOST_JOINED = 256
 """Changes that are looked at for those that help together."""
 _MOST_STARTS = 3
@@ -97,7 +99,7 @@ class PlanSearch:
         self.evaluation, self._staffings, self._spread = evaluation, Staffings(evaluation, only), spread
         self._found: dict[PlanCriteria, tuple[EvaluatedPlans, PlanIndex] | None] = {}
         self._scores: dict[PlanCriteria, dict[bytes, float]] = {}
-        """By staffing, the best score of all intervals and ways, of those that were evaluated with all."""
+        """By staffing, a score that no interval and way betters, as far as it is known."""
 
     # What can be asked
 
@@ -133,12 +135,11 @@ class PlanSearch:
 
     def _best(self, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
         if self._staffings.all_tried:
-            place = self._picked(self.paces, limits)
-            return None if place is None else (self.paces, place)
+            return self._best_of_all(limits)
         starts = self._starts(limits)
         if not limits.possible and (math.isfinite(limits.deadline_seconds) or math.isfinite(limits.budget_usd)):
             starts += [(found, at) for found, _ in (self._soonest, self._least) if (at := self._picked(found, limits))]
-        if not starts:
+        if not starts and not (limits.careful and self._never_careful(limits)):
             starts = [(found, at) for found in self._limited(limits) if (at := self._picked(found, limits))]
         return self._best_climbed(starts, limits)
 
@@ -161,7 +162,7 @@ class PlanSearch:
     def neighbours(self, evaluated: EvaluatedPlans, place: PlanIndex) -> EvaluatedPlans:
         """Return a plan's exchange with other staffings: every pace, and one region changed."""
         others = np.concatenate([self._staffings.changed(evaluated.choice[place.staff]), self._staffings.by_pace])
-        return self.evaluation.evaluate(others, int(evaluated.intervals[place.interval]), (evaluated.ways[place.way],))
+        return self.evaluation.evaluate(others, evaluated.intervals[[place.interval]], (evaluated.ways[place.way],))
 
     def score(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> Floats:
         """Return the objective of every plan, as a logarithm; the smallest is best."""
@@ -190,6 +191,8 @@ class PlanSearch:
 
     def kept(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> Bools:
         """Return whether plans keep deadline and budget."""
+        if math.isinf(limits.deadline_seconds) and math.isinf(limits.budget_usd):
+            return np.ones((1, 1, 1), bool)
         seconds, usd = self.highest(evaluated)
         return np.asarray((seconds <= limits.deadline_seconds) & (usd <= limits.budget_usd))
 
@@ -245,6 +248,15 @@ class PlanSearch:
         cheapest = self.best(PlanCriteria("cost", limits.deadline_seconds, possible=True))
         return found if cheapest is None else [*found, cheapest[0]]
 
+    def _never_careful(self, limits: PlanCriteria) -> bool:
+        """Return whether it is known that no plan gives up so few points by its global batch: all staffings that do are
+        so few that they are evaluated."""
+        least = self.evaluation.least_ways
+        few = self._staffings.of_samples(
+            self.evaluation.most_step_samples, MOST_AT_ONCE // (len(least) * len(self.evaluation.intervals))
+        )
+        return few is not None and not self.allowed(self.evaluation.evaluate(few, ways=least), limits).any()
+
     def _best_climbed(
         self, starts: Sequence[tuple[EvaluatedPlans, PlanIndex]], limits: PlanCriteria
     ) -> tuple[EvaluatedPlans, PlanIndex] | None:
@@ -284,14 +296,14 @@ class PlanSearch:
         """
         if not len(others) or others.size > MOST_TRIED:
             return None
-        present = int(evaluated.intervals[place.interval]), (evaluated.ways[place.way],)
+        present = evaluated.intervals[[place.interval]], (evaluated.ways[place.way],)
         rough = self.evaluation.evaluate(others, *present, roughly=True)
         score = self._scored(rough, limits)[:, 0, 0]
         order = score.argsort(kind="stable")
         best = self.score_of(evaluated, place, limits)
         helps = others[order[: np.count_nonzero(score < best)][:_MOST_JOINED]]
         together = joined(evaluated.choice[place.staff], helps)
-        return self._better(np.concatenate([others[order[:_MOST_LOOKED_AT]], *together]), best, limits)
+        return self._better(np.concatenate([others[order[:_MOST_LOOKED_AT]], together]), best, limits)
 
     def _improved_wholly(
         self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria
@@ -299,34 +311,65 @@ class PlanSearch:
         """Return the best of the changes that suit an interval, of one region or of two, each with all intervals and
         ways; None: none is better. Where they are too many to be evaluated so, they are not."""
         choice, best = evaluated.choice[place.staff], self.score_of(evaluated, place, limits)
-        for change in (self._staffings.fitted, self._staffings.changed, self._staffings.changed_twice):
+        each = len(self.evaluation.sizes) * len(self.evaluation.intervals) * len(self.evaluation.useful_ways)
+        most, staffings = MOST_WHOLLY_EVALUATED // each, self._staffings
+        for change in (partial(staffings.fitted, most=most), staffings.changed, staffings.changed_twice):
             others = change(choice)
-            numbers = others.size * len(self.evaluation.intervals) * len(self.evaluation.useful_ways)
-            if 0 < numbers <= MOST_WHOLLY_EVALUATED and (better := self._better(others, best, limits)) is not None:
+            if 0 < len(others) <= most and (better := self._better(others, best, limits)) is not None:
                 return better
         return None
 
     def _better(self, others: Ints, than: float, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
         """Return the best of some staffings, each with all intervals and ways; None: none has a better score."""
         known = self._scores.setdefault(limits, {})
-        rows = [row.tobytes() for row in others]
+        rows, intervals, most = [row.tobytes() for row in others], None, None
         if not limits.possible:
             # Plans that are chosen by other limits start from all that were evaluated for what is possible.
-            left = np.array([known.get(row, -math.inf) < than for row in rows])
-            ways, least_ways = self.evaluation.useful_ways, self.evaluation.least_ways
-            # A way takes as long as a region: with many regions bounds would hardly take less time.
-            if left.any() and len(ways) > len(least_ways) + len(self.evaluation.sizes):
-                least = self._scored(self.evaluation.evaluate(others[left], ways=least_ways), limits)
-                left[left] = least.min(axis=(1, 2)) < than
-            others, rows = others[left], [row for row, stays in zip(rows, left.tolist(), strict=True) if stays]
+            left = np.flatnonzero([known.get(row, -math.inf) < than for row in rows])
+            if len(left) * len(self.evaluation.useful_ways) >= _LEAST_BOUNDED and self._bounds_pay:
+                bounds = self.evaluation.evaluate(others[left], ways=self.evaluation.least_ways)
+                least = self._scored(bounds, limits).min(axis=2)
+                better = (least < than).any(axis=1)
+                known.update((rows[n], than) for n in left[~better].tolist())
+                # Of most staffings hardly an interval may be better.
+                intervals, left, most = np.flatnonzero((least < than).any(axis=0)), left[better], bounds.most[better]
+            others, rows = others[left], [rows[n] for n in left.tolist()]
             if not len(others):
                 return None
-        whole = self.evaluation.evaluate(others)
+        whole = self.evaluation.evaluate(others, intervals, most=most)
         score = self._scored(whole, limits)
-        known.update(zip(rows, score.min(axis=(1, 2)).tolist(), strict=True))
+        known.update(zip(rows, score.min(axis=(1, 2), initial=than).tolist(), strict=True))
         found = PlanIndex(*(int(n) for n in np.unravel_index(score.argmin(), score.shape)))
         best = float(score[found.staff, found.interval, found.way])
         return (whole, found) if best < than - _LEAST_GAIN else None
+
+    @property
+    def _bounds_pay(self) -> bool:
+        """Whether plans are evaluated sooner if bounds tell which need not be."""
+        # A way takes as long as a region: with many regions bounds would hardly take less time.
+        ways, least_ways = self.evaluation.useful_ways, self.evaluation.least_ways
+        return len(ways) > len(least_ways) + len(self.evaluation.sizes)
+
+    @cached_property
+    def _least_of_all(self) -> EvaluatedPlans:
+        """What all staffings take at least, where they are few."""
+        return self.evaluation.evaluate(self._staffings.by_pace, ways=self.evaluation.least_ways)
+
+    def _best_of_all(self, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
+        """Return the best plan of all staffings, which are few."""
+        found = self.paces if "paces" in self.__dict__ or not self._bounds_pay else None
+        if found is None:
+            bounds = self._least_of_all
+            least = self._scored(bounds, limits).min(axis=2)
+            # The best plan of the staffing that is best at most rules most others out.
+            first = self.evaluation.evaluate(bounds.choice[[least.min(axis=1).argmin()]])
+            may = (least <= self._scored(first, limits).min()) & (least < np.inf)
+            rows, intervals = np.flatnonzero(may.any(axis=1)), np.flatnonzero(may.any(axis=0))
+            if not len(rows):
+                return None
+            found = self.evaluation.evaluate(bounds.choice[rows], intervals, most=bounds.most[rows])
+        place = self._picked(found, limits)
+        return None if place is None else (found, place)
 
     def _scored(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> Floats:
         """Return the objective of every plan; infinite where it is not allowed."""

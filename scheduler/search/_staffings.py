@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from functools import cached_property
 
 import numpy as np
@@ -57,35 +58,52 @@ class Staffings:
         if self.all_tried:
             numbers = np.meshgrid(*(np.arange(size) for size in self._of.sizes), indexing="ij")
             return np.stack(numbers, -1).reshape(-1, len(numbers))
-        staffs = self._of.configured
-        loads = self._of.samples[:, None] / staffs.step_samples
+        # Of many regions most have far fewer configurations than the one with most: each is one place here.
+        every, here = self._of.configured, (self._regions, self._numbers)
+        shape = every.step_samples.shape
+        staffs = Staffs(*(getattr(every, field.name)[here] for field in fields(Staffs)))
+        loads = self._of.samples[self._regions] / staffs.step_samples
         passes = loads * staffs.step_seconds
-        slowest = passes.min(axis=1).max()
-        paces = np.unique(passes[passes >= slowest])
-        each = passes.size * max(1, len(self._of.intervals)) * len(self._of.useful_ways) * len(_SAMPLE_PRICES)
-        most = max(4, min(MOST_PACES, MOST_FIGURES // each * passes.shape[1]))
+        fastest = self._least(passes)
+        paces = np.unique(passes[passes >= fastest.max()])
+        each = math.prod(shape) * max(1, len(self._of.intervals)) * len(self._of.useful_ways)
+        most = max(4, min(MOST_PACES, MOST_FIGURES // (each * len(_SAMPLE_PRICES)) * shape[1]))
         if len(paces) > most:
             paces = paces[np.unique(np.linspace(0, len(paces) - 1, most).round().astype(int))]
-        found = [
+        standing, merging = _paid(staffs, self._of.samples[self._regions])
+        found = []
+        for pace in paces:
             # A hair more, so that a pace which comes from the region itself is kept.
-            np.where(passes <= pace * (1 + 1e-9), priced, np.inf).argmin(axis=1)
-            for pace in paces
-            for priced in self._priced(staffs, pace)
-        ]
-        few = np.where(staffs.step_samples <= staffs.step_samples.min(axis=1, keepdims=True), 0.0, np.inf)
-        cheap = (few + (staffs.worker_usd + staffs.server_usd) * passes + staffs.merge_usd * loads).argmin(axis=1)
-        return np.unique(np.array([*found, cheap, passes.argmin(axis=1)]), axis=0)
+            beyond, usd = passes > pace * (1 + 1e-9), standing * pace + merging
+            for priced in self._priced(usd, self._least(usd), staffs):
+                priced[beyond] = np.inf
+                found.append(self._first_least(priced))
+        fewest = self._least(staffs.step_samples)[self._regions]
+        few = np.where(staffs.step_samples <= fewest, 0.0, np.inf)
+        cheap = few + standing * passes + staffs.merge_usd * loads
+        return np.unique(np.array([*found, self._first_least(cheap), self._first_least(passes)]), axis=0)
 
-    def _priced(self, staffs: Staffs, pace: float) -> list[Floats]:
-        """Return the USD of a pass over the data at a pace, by region and configuration, at each price of samples."""
-        usd = (staffs.worker_usd + staffs.server_usd) * pace
-        usd = usd + staffs.merge_usd * self._of.samples[:, None] / staffs.step_samples
-        samples = usd.min(axis=1).sum() * staffs.step_samples / self._of.least_samples
+    def _least(self, figures: Floats) -> Floats:
+        """Return the least figure of each region, of those of all configurations."""
+        return np.asarray(np.minimum.reduceat(figures, np.cumsum(self._of.sizes) - self._of.sizes))
+
+    def _first_least(self, figures: Floats) -> Ints:
+        """Return the number of the first configuration of each region that has its least figure."""
+        found, least = np.empty(len(self._of.sizes), np.int64), figures == self._least(figures)[self._regions]
+        # Of several assignments to a place the last one counts.
+        found[self._regions[least][::-1]] = self._numbers[least][::-1]
+        return found
+
+    def _priced(self, usd: Floats, least: Floats, staffs: Staffs) -> list[Floats]:
+        """Return the USD of a pass over the data at each price of samples, where these are free and the least of each
+        region is known."""
+        samples = least.sum() * staffs.step_samples / self._of.least_samples
         return [usd * (1 - price) + samples * price for price in _SAMPLE_PRICES]
 
-    def fitted(self, choice: Ints) -> Ints:
+    def fitted(self, choice: Ints, most: int) -> Ints:
         """Return a staffing changed so that rounds of whole steps fit the shards, for every interval; none if they are
-        many: each region takes the cheapest configuration that keeps the pace, where other passes than asked count."""
+        more than ``most``: each region takes the cheapest configuration that keeps the pace, where other passes than
+        asked count."""
         staffs, (total, _) = self._of.configured, self._of.loads(self._of.staffs(choice[None, :]))
         regions = np.arange(len(choice))
         seconds = self._of.samples[:, None] / staffs.step_samples * staffs.step_seconds
@@ -100,19 +118,39 @@ class Staffings:
         counts = np.unique(each[first])
         if len(counts) * len(self._of.intervals) * each.size > MOST_FIGURES:
             return np.empty((0, len(choice)), np.int64)
-        found, prices = [choice[None, :]], [logarithm(usd) for usd in self._priced(staffs, pace)]
-        for most in counts:
-            keeps = (seconds <= pace * (1 + 1e-9)) & (each <= most * (1 + 1e-9))
-            keeps[first] &= each[first] == most
+        standing, merging = _paid(staffs, self._of.samples[:, None])
+        usd = standing * pace + merging
+        found, prices = [choice[None, :]], [logarithm(one) for one in self._priced(usd, usd.min(axis=1), staffs)]
+        different = set[bytes]()
+        for count in counts:
+            keeps = (seconds <= pace * (1 + 1e-9)) & (each <= count * (1 + 1e-9))
+            keeps[first] &= each[first] == count
             if not keeps.any(axis=1).all():
                 continue
-            of_most = total if self._of.demand.steps is not None else total * most / each[first, choice[first]]
+            of_most = total if self._of.demand.steps is not None else total * count / each[first, choice[first]]
             intervals, rounds = self._of.rounds(of_most, self._of.intervals)
-            steps = np.maximum(1.0, np.round(intervals[0][:, None, None] * each / most))
-            off = off_share(rounds[0][:, None, None], steps, of_most * each / most)
+            steps = np.maximum(1.0, np.round(intervals[0][:, None, None] * each / count))
+            off = off_share(rounds[0][:, None, None], steps, of_most * each / count)
             worse = np.where(keeps, BEYOND_WORTH * OFF_POINTS * np.maximum(0.0, off - MOST_OFF), np.inf)
-            found += [(price + worse).argmin(axis=2) for price in prices]
+            for price in prices:
+                found.append((price + worse).argmin(axis=2))
+                different.update(row.tobytes() for row in found[-1])
+            if len(different) > most:
+                return np.empty((0, len(choice)), np.int64)
         return np.unique(np.concatenate(found), axis=0)
+
+    def of_samples(self, most: float, figures: int) -> Ints | None:
+        """Return all staffings whose steps have so many samples at most; None: they may have more ``figures``."""
+        each = self._of.configured.step_samples
+        least = each.min(axis=1)
+        room, rows, sums = most - least.sum(), np.zeros((1, 0), np.int64), np.zeros(1)
+        for region, size in enumerate(self._of.sizes):
+            more = each[region, :size] - least[region]
+            own, number = np.nonzero(sums[:, None] + more <= room)
+            if len(own) * len(each) > figures:
+                return None
+            sums, rows = sums[own] + more[number], np.column_stack([rows[own], number])
+        return rows
 
     def changed(self, choice: Ints) -> Ints:
         """Return a staffing with the configuration of one region changed, in every way; none if these are many."""
@@ -131,6 +169,11 @@ class Staffings:
         return _with(choice, *((self._regions[at[two]], self._numbers[at[two]]) for at in (first, second)))
 
 
+def _paid(staffs: Staffs, samples: Floats) -> tuple[Floats, Floats]:
+    """Return the USD per second, and those of the merges of a pass over the data, by configuration."""
+    return staffs.worker_usd + staffs.server_usd, staffs.merge_usd * samples / staffs.step_samples
+
+
 def _with(choice: Ints, *changes: tuple[Ints, Ints]) -> Ints:
     """Return a staffing with other configurations, each change a row of regions and their configurations."""
     rows = np.repeat(choice[None, :], len(changes[0][0]), axis=0)
@@ -139,15 +182,18 @@ def _with(choice: Ints, *changes: tuple[Ints, Ints]) -> Ints:
     return rows
 
 
-def joined(choice: Ints, rows: Ints) -> list[Ints]:
+def joined(choice: Ints, rows: Ints) -> Ints:
     """Return changes of a staffing together: the first two of different regions, the first three, and so on."""
-    together, found = choice, list[Ints]()
-    for row in rows:
-        changed = row != choice
-        if (together[changed] == choice[changed]).all():
-            together = np.where(changed, row, together)
-            found.append(together[None, :])
-    return found[1:]
+    changes: dict[int, list[int]] = {}
+    for row, region in zip(*(places.tolist() for places in np.nonzero(rows != choice)), strict=True):
+        changes.setdefault(row, []).append(region)
+    together, taken, found = choice.copy(), set[int](), list[Ints]()
+    for row, regions in changes.items():
+        if taken.isdisjoint(regions):
+            taken.update(regions)
+            together[regions] = rows[row, regions]
+            found.append(together.copy())
+    return np.array(found[1:], np.int64).reshape(-1, len(choice))
 
 
 def logarithm(figures: Floats) -> Floats:

@@ -25,7 +25,7 @@ from scheduler.tuning._model import (
 from scheduler.tuning._predict import iterations, needed_mb, predict, step_seconds
 from scheduler.tuning._profile import TaskProfile, space_of, task_of, worker_counts
 from scheduler.tuning._progress import NormPair, noise_scale
-from scheduler.tuning._search import Step, Steps, cheapest, configurations, fastest, front, step_front
+from scheduler.tuning._search import Step, StepChoices, Steps, cheapest, configurations, fastest, front, step_choices
 
 __all__ = [
     "SKEW_THRESHOLD",
@@ -41,6 +41,7 @@ __all__ = [
     "Prediction",
     "Space",
     "Step",
+    "StepChoices",
     "StepPoint",
     "Steps",
     "TaskModel",
@@ -61,7 +62,7 @@ __all__ = [
     "noise_scale",
     "predict",
     "space_of",
-    "step_front",
+    "step_choices",
     "step_seconds",
     "task_of",
     "worker_counts",

@@ -7,6 +7,7 @@ weights (1964) by iteration keep a few bad points from leading; a prior holds wh
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -79,16 +80,17 @@ def least_squares(
     x, y = x / by[:, None], y / by
     count = x.shape[1]
     drawn = np.zeros(count) if prior is None else np.asarray(prior, float)
-    ridge = np.broadcast_to(np.asarray(pull, float), (count,))
+    rows, sums, pulls = np.zeros((len(y) + count, count)), np.empty(len(y) + count), np.sqrt(np.asarray(pull, float))
+    rows.reshape(-1)[len(y) * count :: count + 1], sums[len(y) :] = pulls, pulls * drawn
     weights = np.ones(len(y))
     coefficients = drawn
     for _ in range(_ROUNDS):
         before = coefficients
         root = np.sqrt(weights)
-        rows = np.vstack([x * root[:, None], np.diag(np.sqrt(ridge))])
-        coefficients = nonnegative_least_squares(rows, np.concatenate([y * root, np.sqrt(ridge) * drawn]))
+        rows[: len(y)], sums[: len(y)] = x * root[:, None], y * root
+        coefficients = nonnegative_least_squares(rows, sums)
         residuals = np.abs(y - x @ coefficients)
-        spread = max(_LEAST_SPREAD, 1.4826 * float(np.median(residuals)))
+        spread = max(_LEAST_SPREAD, 1.4826 * statistics.median(residuals.tolist()))
         earlier, weights = weights, np.minimum(1.0, _HUBER * spread / np.maximum(residuals, 1e-12))
         if (weights == earlier).all() or np.allclose(before, coefficients, rtol=1e-9, atol=1e-15):
             break

@@ -21,7 +21,10 @@ import numpy.typing as npt
 from scheduler.tuning._profile import TaskProfile
 from sync.codec import Automatic, codec_named
 
-__all__ = ["PRIOR_NOISE_SAMPLES", "batch_points", "coding_points", "exchange_points", "noise_samples", "samples_factor"]
+__all__ = [
+    "PRIOR_NOISE_SAMPLES", "batch_points", "coding_points", "exchange_points", "noise_samples", "samples_factor",
+    "step_samples_of",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 
@@ -62,18 +65,26 @@ def batch_points(factor: Floats, least_samples: float, samples: float) -> Floats
     return FEWER_STEPS * (factor - 1) * (PRIOR_NOISE_SAMPLES + least_samples) / samples
 
 
+def step_samples_of(points: float, least_samples: float, noise: float, samples: float) -> float:
+    """Return the global batch that costs a job of so many samples so many `batch_points`."""
+    factor = 1 + points * samples / (FEWER_STEPS * (PRIOR_NOISE_SAMPLES + least_samples))
+    return noise * (factor * (1 + least_samples / noise) - 1)
+
+
 def coding_points(codec: str) -> float:
     """Return the points x rounds that a codec costs."""
     found = codec_named(codec)
     return _CODING.get(found.automatic, 0.0) if found.lossy else 0.0
 
 
-def exchange_points(rounds: Floats, coding: Floats, late: Floats) -> Floats:
+def exchange_points(rounds: Floats, coding: Floats, late: Floats | float) -> Floats:
     """Return the points that exchange in so many rounds costs.
 
     Args:
         coding: `coding_points` of the codec.
-        late: age of an update where it is merged, in rounds.
+        late: age of an update where it is merged, in rounds; 0: nothing is late.
     """
-    lateness = np.where(late > 0.0, np.clip(late, _LEAST_LATE, _MOST_LATE), 0.0)
-    return np.asarray((DRIFT + coding + LATE * lateness) / rounds)
+    costs = DRIFT + coding
+    if isinstance(late, np.ndarray):
+        costs = costs + LATE * np.where(late > 0.0, np.clip(late, _LEAST_LATE, _MOST_LATE), 0.0)
+    return np.asarray(costs / rounds)

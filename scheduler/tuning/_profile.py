@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from scheduler.tuning._fit import MergePoint, StepPoint, fit_compute, fit_correction, fit_memory
-from scheduler.tuning._model import ChannelProfile, Convergence, Memory, PlatformCosts, Space, TaskModel
+from scheduler.tuning._model import ChannelProfile, Compute, Convergence, Memory, PlatformCosts, Space, TaskModel
 from scheduler.tuning._progress import NormPair, noise_scale
 from sync.collective import Correction, collectives
 
@@ -74,7 +75,7 @@ class TaskProfile:
         """Of one worker that computes."""
         return self.batch / self.step_seconds
 
-    @property
+    @cached_property
     def noise_samples(self) -> float | None:
         """The gradient noise scale; None: the gradients did not tell it."""
         try:
@@ -99,15 +100,6 @@ def task_of(
     ``samples_per_second``: of a worker of a later run, which counts more than the profile. ``merges``: of earlier runs,
     which mend the closed form. Raises ``ValueError`` where the profile has no steps.
     """
-    compute = fit_compute(profile.steps)
-    if samples_per_second:
-        slower = profile.samples_per_second / samples_per_second
-        compute = replace(
-            compute,
-            fixed_seconds=compute.fixed_seconds * slower,
-            seconds_per_sample=compute.seconds_per_sample * slower,
-        )
-    compute = replace(compute, fixed_seconds=compute.fixed_seconds + profile.update_seconds)
     corrections: dict[str, Correction] = {}
     formed = set(collectives(lambda method: method.predictable))
     if told := [point for point in merges if point.collective in formed]:
@@ -116,12 +108,27 @@ def task_of(
         corrections[profile.channel.name] = fit_correction(own, profile.channel)
     return TaskModel(
         model_bytes=profile.model_bytes,
-        compute=compute,
+        compute=compute_of(profile, samples_per_second),
         memory=_memory(profile),
         progress=replace(_progress(profile, epochs, steps), staleness=staleness),
         platform=replace(platform, start_seconds=profile.start_seconds, again_seconds=profile.again_seconds),
         channels=(profile.channel,),
         corrections=corrections,
+    )
+
+
+def compute_of(profile: TaskProfile, samples_per_second: float | None) -> Compute:
+    """Return the time of a worker's step. ``samples_per_second``: of a later run, which counts more than the profile.
+
+    Raises ``ValueError`` where the profile has no steps.
+    """
+    compute, slower = fit_compute(profile.steps), 1.0
+    if samples_per_second:
+        slower = profile.samples_per_second / samples_per_second
+    return replace(
+        compute,
+        fixed_seconds=compute.fixed_seconds * slower + profile.update_seconds,
+        seconds_per_sample=compute.seconds_per_sample * slower,
     )
 
 

@@ -16,7 +16,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.tuning._model import ChannelProfile, Configuration, Prediction, Space, TaskModel, TuningLimits
+from scheduler.tuning._model import (
+    ChannelProfile,
+    Compute,
+    Configuration,
+    Memory,
+    Prediction,
+    Space,
+    TaskModel,
+    TuningLimits,
+)
 from scheduler.tuning._predict import (
     ConfigurationGrid,
     MergeCosts,
@@ -112,58 +121,66 @@ class Steps(NamedTuple):
         workers, memory_mb, number, *rest = (column[at].item() for column in self)
         return Step(workers, memory_mb, collectives()[number], *rest)
 
-    def at(self, places: npt.NDArray[np.int64]) -> Steps:
-        """Return those at some places, in that order."""
+
+@dataclass(frozen=True, eq=False)
+class StepChoices:
+    """Configurations from which a front of steps is taken, of one channel and all batches: arrays with a row for each
+    number of workers, ascending, in the order of memory and USD; shorter rows are filled up with any."""
+
+    workers: npt.NDArray[np.int64]
+    memory_mb: npt.NDArray[np.int64]
+    collective: npt.NDArray[np.int64]
+    chunks: npt.NDArray[np.int64]
+    merge_seconds: npt.NDArray[np.float64]
+    usd: npt.NDArray[np.float64]
+    """Of a merge's requests; infinite where a row is filled up."""
+    level: npt.NDArray[np.int64]
+    """Of each, its memory as a place among ``sizes_mb``."""
+    sizes_mb: npt.NDArray[np.float64]
+    model_bytes: float
+
+    def front(self, compute: Compute, memory: Memory, batch: int) -> Steps:
+        """For each number of workers the configurations that no other equals or beats in the seconds of a step, in
+        memory and in the USD of its requests together, of equal ones the first; those with the fewest workers first.
+
+        In the order of seconds, memory and USD one is beaten if any before it has no more memory and costs no more. So
+        the least USD of all before it is kept for each size of memory.
+        """
+        computed = step_seconds(compute, batch, self.sizes_mb)[self.level]
+        there = needed_mb(memory, batch, self.model_bytes, self.chunks.astype(float)) <= self.sizes_mb[self.level]
+        there &= self.usd < np.inf
+        order = np.where(there, computed + self.merge_seconds, np.inf).argsort(axis=-1, kind="stable")
+        rows, places = np.arange(len(order))[:, None], np.arange(order.shape[1] - 1)
+        paid, level = np.where(there, self.usd, np.inf)[rows, order], self.level[rows, order]
+        up_to = np.where(level <= np.arange(len(self.sizes_mb))[:, None, None], paid, np.inf)
+        before = np.minimum.accumulate(up_to, axis=-1)[level[:, 1:], rows, places]
+        found = np.ones(order.shape, bool)
+        found[:, 1:] = before > paid[:, 1:]
+        found &= there[rows, order]
+        at = np.broadcast_to(rows, order.shape)[found], order[found]
         return Steps(
-            self.workers[places], self.memory_mb[places], self.collective[places], self.chunks[places],
-            self.compute_seconds[places], self.merge_seconds[places], self.merge_usd[places],
+            self.workers[at], self.memory_mb[at], self.collective[at], self.chunks[at], computed[at],
+            self.merge_seconds[at], self.usd[at],
         )  # fmt: skip
 
 
-def step_front(task: TaskModel, space: Space) -> Steps:
-    """For each number of workers the configurations that no other beats in the seconds of a step, in memory and in the
-    USD of its requests together; those with the fewest workers first."""
-    found: list[Steps] = []
-    for name in _channels(task, space):
-        combined, costs = _useful_grid(task, space, name)
-        grid, merges = combined.grid, combined.grid.merges
-        compute = step_seconds(task.compute, grid.batches, grid.memories_mb)
-        fits = needed_mb(task.memory, grid.batches, task.model_bytes, merges.chunks) <= grid.memories_mb
-        at = _unbeaten(compute + costs.seconds, costs.usd, fits, combined)
-        found.append(
-            Steps(
-                merges.workers[at].astype(np.int64), grid.memories_mb[at].astype(np.int64),
-                merges.collective[at].astype(np.int64), merges.chunks[at].astype(np.int64), compute[at],
-                costs.seconds[at], costs.usd[at],
-            )
-        )  # fmt: skip
-    every = Steps(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
-    return every.at(every.workers.argsort(kind="stable"))
-
-
-def _unbeaten(
-    seconds: npt.NDArray[np.float64],
-    usd: npt.NDArray[np.float64],
-    fits: npt.NDArray[np.bool_],
-    combined: _Combined,
-) -> npt.NDArray[np.int64]:
-    """Places of what fits and what nothing else with as many workers equals or beats in seconds, memory and USD; of
-    equal ones the first. Those with the fewest workers first, and of these the fastest.
-
-    In the order of seconds, memory and USD a place is beaten if any before it has no more memory and costs no more. So
-    the least USD of all places before it is kept for each size of memory.
-    """
-    by_workers, there = combined.by_workers, combined.there & fits[combined.by_workers]
-    keys = (np.where(there, usd[by_workers], np.inf), combined.level, np.where(there, seconds[by_workers], np.inf))
-    order = np.lexsort(keys, axis=-1)
-    rows, places = np.arange(len(order))[:, None], np.arange(order.shape[1] - 1)
-    paid, level = keys[0][rows, order], combined.level[rows, order]
-    up_to = np.where(level <= np.arange(combined.levels)[:, None, None], paid, np.inf)
-    before = np.minimum.accumulate(up_to, axis=-1)[level[:, 1:], rows, places]
-    found = np.ones(order.shape, bool)
-    found[:, 1:] = before > paid[:, 1:]
-    found &= there[rows, order]
-    return by_workers[rows, order][found]
+def step_choices(task: TaskModel, space: Space, name: str) -> StepChoices:
+    """Return the configurations of one channel that may be in a front of steps, whatever a worker's step and its memory
+    take."""
+    costs = _merge_costs(task, space, name)
+    combined = _useful(replace(space, batches=(1,)), name, _shares(task, space, name), costs)
+    merges = combined.grid.merges
+    usd = np.where(combined.there, costs.usd[combined.at][combined.by_workers], np.inf)
+    rows = np.arange(len(usd))[:, None], np.lexsort((usd, combined.level), axis=-1)
+    places, level = combined.by_workers[rows], combined.level[rows]
+    workers, memory_mb, collective, chunks = (
+        figure.astype(np.int64)[places]
+        for figure in (merges.workers, combined.grid.memories_mb, merges.collective, merges.chunks)
+    )
+    seconds = costs.seconds[combined.at][places]
+    return StepChoices(
+        workers, memory_mb, collective, chunks, seconds, usd[rows], level, combined.sizes_mb, task.model_bytes
+    )
 
 
 def _best(task: TaskModel, space: Space, limits: TuningLimits, *, by_cost: bool) -> Prediction | None:
@@ -193,13 +210,6 @@ def _evaluate(task: TaskModel, space: Space) -> Iterator[_Evaluated]:
 def _grid(task: TaskModel, space: Space, name: str) -> tuple[_Combined, MergeCosts]:
     """Every combination for one channel, with what its merge takes."""
     combined, costs = _combined(space, name, _shares(task, space, name)), _merge_costs(task, space, name)
-    return combined, costs.at(combined.at)
-
-
-def _useful_grid(task: TaskModel, space: Space, name: str) -> tuple[_Combined, MergeCosts]:
-    """The same of those that may be in a `step_front`, whatever a worker's step and its memory take."""
-    costs = _merge_costs(task, space, name)
-    combined = _useful(space, name, _shares(task, space, name), costs)
     return combined, costs.at(combined.at)
 
 
@@ -233,9 +243,9 @@ class _Combined:
     there: npt.NDArray[np.bool_]
     """Which are not only filled up with."""
     level: npt.NDArray[np.int64]
-    """Of each in ``by_workers``, its memory as a place among the different ones, which ascend."""
-    levels: int
-    """Number of different memories."""
+    """Of each in ``by_workers``, its memory as a place among ``sizes_mb``."""
+    sizes_mb: npt.NDArray[np.float64]
+    """The different memories, ascending."""
 
 
 @lru_cache(maxsize=256)
@@ -298,7 +308,7 @@ def _in_rows(grid: ConfigurationGrid, once: Merges, at: npt.NDArray[np.int64]) -
     for number, places in enumerate(rows):
         by_workers[number, : len(places)], there[number, : len(places)] = places, 1
     sizes, level = np.unique(grid.memories_mb, return_inverse=True)
-    return _Combined(grid, once, at, by_workers, there > 0, level.reshape(-1)[by_workers], len(sizes))
+    return _Combined(grid, once, at, by_workers, there > 0, level.reshape(-1)[by_workers], sizes)
 
 
 def _merges(space: Space) -> list[tuple[str, int, int]]:

@@ -125,6 +125,36 @@ async def test_explain_tells_what_else_stages_and_chunks_could_be(serve_config: 
 
 @pytest.mark.slow
 @on_a_loop
+async def test_a_model_that_no_function_holds_is_cut_with_any_batch_or_refused(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    large = layered("a") | {"model_bytes": 600_000_000}
+    large["steps"] = [{**step, "peak_mb": 1800.0} for step in large["steps"]]
+    large["layers"] = [{**layer, "parameter_bytes": 1.5e8} for layer in large["layers"]]
+    noise = "privacy.differential={level: region, epsilon: 5, delta: 1e-5, clipNorm: 1}"
+    async with staged(serve_config) as stage:
+        joined = await stage.agent("a")
+        joined.catalogue = replace(catalogue("a", 1000, 8), channel="redis")
+        async with joined as agent:
+            asked = asyncio.create_task(profiled(stage, job_file))
+            command = await agent.command("profile")
+            agent.tell_profile(command.id, profile_json=json.dumps(large))
+            await asked
+            chosen = await plan(stage, job_file, ("train.batch=auto", "train.end={epochs: 2}"))
+            (part,) = chosen["partitions"]
+            assert len(part["pipeline"]["stages"]) > 1
+            assert f"batch {part['batch']}" in {one["decision"] for one in chosen["alternatives"]}
+            # Noise is added to whole updates, so that the model is not cut.
+            (reason,) = (await plan(stage, job_file, (noise,)))["reasons"]
+            assert reason["code"] == "INADMISSIBLE"
+            assert reason["text"] == "a step of 10 samples does not fit into a function of 2048 MB in a, as profiled"
+            assert "use a smaller train.batch" in reason["remedy"]
+            tried = await plan(stage, job_file, ("parallelism=data",))
+            assert tried["partitions"][0]["pipeline"] is None
+
+
+@pytest.mark.slow
+@on_a_loop
 async def test_a_job_runs_with_the_slice_that_its_plan_has_chosen(serve_config: ServeConfig, job_file: Path) -> None:
     async with staged(serve_config) as stage, await stage.agent("a") as agent:
         asked = asyncio.create_task(profiled(stage, job_file))

@@ -259,7 +259,7 @@ def test_what_noise_cannot_be_used_with_is_refused(job_file: Path, settings: lis
 
 def test_a_private_job_waits_and_its_sums_are_not_rounded(job_file: Path) -> None:
     demand = to_demand(load(job_file, [PRIVATE]).spec, "j", NOW)
-    assert (demand.exchange, demand.codec, demand.parallelism) == ("synchronous", None, "data")
+    assert (demand.exchange, demand.codec, demand.parallelism) == ("synchronous", None, "whole")
     demand = to_demand(load(job_file, [PRIVATE, "privacy.secureAggregation=true"]).spec, "j", NOW)
     assert demand.codec == "fp32-masked"
     of_regions = PRIVATE.replace("sample", "region")
@@ -322,7 +322,7 @@ def test_a_batch_may_be_left_to_the_plan(job_file: Path) -> None:
     loaded = load(job_file, ["train.batch=auto", "train.end={epochs: 2}"])
     assert json.loads(loaded.json)["train"]["batch"] == "auto"
     demand = to_demand(loaded.spec, "j", NOW)
-    assert (demand.batch, demand.chooses_batch, demand.parallelism) == (PROBED_BATCH, True, "data")
+    assert (demand.batch, demand.chooses_batch, demand.parallelism) == (PROBED_BATCH, True, "auto")
     given = to_demand(load(job_file).spec, "j", NOW)
     assert (given.batch, given.chooses_batch, given.parallelism) == (10, False, "auto")
 
@@ -407,7 +407,7 @@ def test_what_a_divided_model_cannot_be_used_with_is_refused(job_file: Path, set
 def test_a_divided_model_is_planned_with_one_worker_a_region(job_file: Path) -> None:
     spec = load(job_file, ["function={gpus: 2, memoryMb: 4096, sharding: fsdp}", "train.workers=1"]).spec
     demand = to_demand(spec, "j", NOW)
-    assert (demand.sharded, demand.workers, demand.parallelism) == (True, 1, "data")
+    assert (demand.sharded, demand.workers, demand.parallelism) == (True, 1, "whole")
 
 
 def test_several_gpus_are_of_one_worker(job_file: Path) -> None:
@@ -436,7 +436,7 @@ def test_a_task_that_trains_nothing_needs_no_model(tmp_path: Path) -> None:
 
 def test_a_job_with_clients_waits_and_exchanges_after_each_of_their_rounds(job_file: Path) -> None:
     demand = to_demand(load(job_file, [CLIENTS, "wan={}"]).spec, "j", NOW)
-    assert (demand.exchange, demand.interval, demand.parallelism) == ("synchronous", 1, "data")
+    assert (demand.exchange, demand.interval, demand.parallelism) == ("synchronous", 1, "whole")
     assert (demand.clients, demand.local) == (ClientDemand(0.2, 3, 1, 0), False)
     settings = ["clients.steps=7", "wan={interval: 4}", "train.accumulate=2", "train.local=['head.*']"]
     demand = to_demand(load(job_file, [CLIENTS, *settings, "privacy.secureAggregation=true"]).spec, "j", NOW)

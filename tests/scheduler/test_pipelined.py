@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import Capacity, Declined, Plan, PlannedPartition, Snapshot, plan
+from scheduler import BatchPlanner, Capacity, Declined, Plan, PlannedPartition, Planner, Snapshot, plan, tried_batches
 from scheduler._pipelined import staged
 from scheduler.pipeline import cuts_of, evaluate, played, ways_of
 from scheduler.tuning import StepPoint, TaskProfile
@@ -56,11 +56,31 @@ def cut(found: Plan, sentences: int = 0) -> list[PlannedPartition]:
 
 
 def test_a_model_that_fits_stays_whole_and_one_that_does_not_is_cut() -> None:
-    assert not cut(planned(snapshot(300.0), demand()))
+    assert not cut(planned(snapshot(300.0, memory_mb=2048), demand()))
     assert not cut(planned(snapshot(900.0), demand(parallelism="data", memory_mb=1024)))
-    parts = cut(planned(snapshot(900.0), demand()))
-    assert [part.region for part in parts] == ["a", "b"]
-    assert all(len(part.pipeline.stages) > 1 for part in parts if part.pipeline)
+    # A step alone would fit into the second: what merges it would not.
+    for there_is in (snapshot(900.0), snapshot(700.0)):
+        parts = cut(planned(there_is, demand()))
+        assert [part.region for part in parts] == ["a", "b"]
+        assert all(len(part.pipeline.stages) > 1 for part in parts if part.pipeline)
+
+
+def test_a_model_that_no_function_holds_is_declined_where_it_cannot_be_cut_unless_the_job_file_insists() -> None:
+    answer = plan(snapshot(900.0), demand(parallelism="whole"))
+    assert isinstance(answer, Declined)
+    assert [reason.code for reason in answer.reasons] == ["INADMISSIBLE"] * 2
+    assert "a step of 32 samples does not fit into a function of 1024 MB in a, as profiled" in answer.reasons[0].text
+    assert "use a smaller train.batch" in answer.reasons[0].remedy
+    for insists in (demand(parallelism="data"), demand(parallelism="whole", memory_mb=1024)):
+        assert not cut(planned(snapshot(900.0), insists))
+
+
+def test_of_the_batches_to_choose_from_those_that_no_function_holds_are_planned_in_stages() -> None:
+    there_is, wanted = snapshot(300.0, memory_mb=1024), demand(epochs=3.0, steps=None, chooses_batch=True)
+    found = BatchPlanner(lambda _: Planner(there_is), tried_batches(there_is, wanted, (16, 32))).plan(wanted)
+    assert isinstance(found, Plan), found
+    assert len(found.batches) > 1
+    assert {part.batch for part in cut(found)} == {found.batch}
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.budget import budget
 from support.tuning_draws import drawn_limits, drawn_space, drawn_task, enumerated
 
-from scheduler.tuning import Prediction, TuningLimits, cheapest, fastest, front, step_front
+from scheduler.tuning import Prediction, TuningLimits, cheapest, fastest, front, step_choices
 
 seeds = st.integers(0, 2**32)
 
@@ -103,6 +103,7 @@ def test_a_looser_limit_never_costs_more() -> None:
 def test_of_each_number_of_workers_no_step_that_another_equals_or_beats_in_everything_is_kept(seed: int) -> None:
     rng = random.Random(seed)
     task, space = drawn_task(rng), drawn_space(rng)
+    space = replace(space, batches=space.batches[:1])
 
     def figures(one: Prediction) -> tuple[float, float, float]:
         return one.compute_seconds + one.merge_seconds, one.configuration.memory_mb, one.requests_usd / one.iterations
@@ -114,7 +115,7 @@ def test_of_each_number_of_workers_no_step_that_another_equals_or_beats_in_every
         if not any(all(a <= b for a, b in zip(other, told, strict=True)) for other in others):
             others.add(told)
     for channel in task.channels:
-        columns = step_front(task, replace(space, channels=(channel.name,)))
+        columns = step_choices(task, space, channel.name).front(task.compute, task.memory, *space.batches)
         found = [columns.one(at) for at in range(len(columns.workers))]
         assert [one.workers for one in found] == sorted(one.workers for one in found)
         for workers in space.workers:
