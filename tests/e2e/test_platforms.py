@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from support import failures
+from support import failures, warm_functions
 from support.running import Federation, Running, check_succeeded, digits_sites, eventually, named
 from support.stores import BUCKET, s3_server
 
@@ -116,7 +116,7 @@ def cluster(tmp_path: Path) -> Iterator[Any]:
     from support.kubernetes_cluster import Cluster, worker_command
 
     (tmp_path / "cluster").mkdir()
-    with Cluster(tmp_path / "cluster", {"geofed/worker": worker_command()}) as cluster:
+    with Cluster(tmp_path / "cluster", {"geofed/worker": worker_command()}, start=warm_functions.fork) as cluster:
         yield cluster
 
 
@@ -162,7 +162,7 @@ def test_two_regions_train_in_one_cluster_over_an_eviction(cluster: Any, tmp_pat
         told = json.loads(federation.control_plane("profile", str(measured), "-o", "json", timeout=120).stdout)
         starts = {region: one["start_seconds"] for region, one in told["data"]["regions"].items()}
         assert starts.keys() == set(REGIONS)
-        assert all(0.5 < seconds < 60 for seconds in starts.values()), starts
+        assert all(0.1 < seconds < 60 for seconds in starts.values()), starts
         assert not cluster.of_kind("jobs")
 
         # An image that is not there fails a job, and says so.
@@ -181,7 +181,7 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from support.lambda_service import IMAGE, Service, function_command
 
     (tmp_path / "lambda").mkdir()
-    with Service(tmp_path / "lambda", {IMAGE: function_command()}) as service:
+    with Service(tmp_path / "lambda", {IMAGE: function_command()}, warm_functions.fork) as service:
         for name, value in service.variables.items():
             monkeypatch.setenv(name, value)
         yield service
@@ -231,7 +231,7 @@ def test_two_regions_train_in_functions_of_aws_over_a_killed_invocation(function
         told = json.loads(federation.control_plane("profile", str(measured), "-o", "json", timeout=120).stdout)
         starts = {region: one["start_seconds"] for region, one in told["data"]["regions"].items()}
         assert starts.keys() == set(REGIONS)
-        assert all(0.5 < seconds < 60 for seconds in starts.values()), starts
+        assert all(0.1 < seconds < 60 for seconds in starts.values()), starts
 
         # An image that is not there fails a job, and says so.
         functions.images.clear()
@@ -250,7 +250,7 @@ def test_two_regions_train_in_functions_of_tencent_over_a_killed_invocation(
     (tmp_path / "scf").mkdir()
     key = tmp_path / "key"
     key.write_text("[default]\naws_access_key_id = AKIAOFTHEWORKERS\naws_secret_access_key = of-the-workers\n")
-    with Service(tmp_path / "scf", {IMAGE: ""}) as functions, s3_server() as store:
+    with Service(tmp_path / "scf", {IMAGE: ""}, warm_functions.fork) as functions, s3_server() as store:
         for name, value in functions.variables.items():
             monkeypatch.setenv(name, value)
         gateway = {"kind": "scf", "image": IMAGE, "tencentRegion": REGION, "endpoint": functions.url}
