@@ -20,6 +20,8 @@ from tests.region_agent.gateway.conftest import Embedded
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 REGIONS = ("lille", "lyon")
+CAPACITY, MEMORY = {"workers": 2, "memoryMb": 2048}, "function.memoryMb=2000"
+"""So much that nobody has to look again and again which part of it an invocation's processes share."""
 READS = """
 from geofed import secret
 assert secret("token").startswith("value of l")
@@ -191,13 +193,14 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_two_regions_train_in_functions_of_aws_over_a_killed_invocation(functions: Any, tmp_path: Path) -> None:
     from support.lambda_service import IMAGE, ROLE
 
-    sites = digits_sites(tmp_path, REGIONS, workers=2, gateway={"kind": "lambda", "image": IMAGE, "role": ROLE})
+    gateway = {"kind": "lambda", "image": IMAGE, "role": ROLE}
+    sites = digits_sites(tmp_path, REGIONS, gateway=gateway, capacity=CAPACITY)
     for site in sites:
         (tmp_path / f"{site.name}.token").write_text(f"value of {site.name}")
         site.config["secrets"] = {"token": {"file": str(tmp_path / f"{site.name}.token")}}
     with Federation(tmp_path / "federation", sites) as federation:
         running = Running(federation, tmp_path)
-        settings = "train.workers=2", "train.end.epochs=40", "wan.interval=20", "task.secrets=[token]"
+        settings = "train.workers=2", "train.end.epochs=40", "wan.interval=20", "task.secrets=[token]", MEMORY
         job = running.submit(*settings, task=named("reads a secret in a function") + READS)
         running.wait_round(job, 1)
         # One function in each region, and an invocation of it for each worker.
@@ -258,23 +261,23 @@ def test_two_regions_train_in_functions_of_tencent_over_a_killed_invocation(
             "kind": "s3", "bucket": BUCKET, "endpointUrl": store.endpoint, "region": "us-east-1", "pathStyle": True,
             "workerCredentialsFile": str(key), "prices": STORE_PRICES,
         }  # fmt: skip
-        sites = digits_sites(tmp_path, REGIONS, workers=2, gateway=gateway, channel=channel)
+        sites = digits_sites(tmp_path, REGIONS, gateway=gateway, channel=channel, capacity=CAPACITY)
         with Federation(tmp_path / "federation", sites) as federation:
             running = Running(federation, tmp_path)
-            settings = "train.workers=2", "train.end.epochs=12", "wan.interval=40", "function.memoryMb=1000"
+            settings = "train.workers=2", "train.end.epochs=12", "wan.interval=40", MEMORY
             job = running.submit(*settings, task=named("prints its variables") + PRINTS)
             running.wait_round(job, 1)
             tags = [{one["Key"]: one["Value"] for one in made.given["Tags"]} for made in functions.functions.values()]
             assert sorted(one["geofed.region"] for one in tags) == sorted(REGIONS)
             assert {one["geofed.job"] for one in tags} == {job}
-            assert {made.given["MemorySize"] for made in functions.functions.values()} == {1024}
+            assert {made.given["MemorySize"] for made in functions.functions.values()} == {2048}
             assert len(functions.running) == 4
             functions.running[0].process.kill()
             running.wait_round(job, 2)
             described = running.wait_end(job, 400)
             check_succeeded(described)
             # Memory comes in steps, and is planned and billed as it comes.
-            assert {part["memory_mb"] for part in described["plan"]["partitions"]} == {1024}
+            assert {part["memory_mb"] for part in described["plan"]["partitions"]} == {2048}
             failed = [event for event in running.events(job) if event["kind"] == "worker-failed"]
             assert [event for event in failed if "ended without a word" in event["text"]], failed
             eventually(lambda: not functions.functions, "the functions are deleted")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from support.debian import TRUSTED, debian_root
 
@@ -17,6 +18,9 @@ __all__ = ["Engine", "debian_image", "docker_engine", "worker_image"]
 
 _ROOT = Path(__file__).parents[2]
 _START_SECONDS = 30.0
+_DATA_BYTES, _LEAST_MEMORY_BYTES = 6 << 30, 12 << 30
+"""Space for all images, and the memory of which so much may be taken. Each step of a build waits until a disk has all
+that anyone has written, and gigabytes have to be deleted in the end."""
 
 
 class Engine:
@@ -53,6 +57,9 @@ def docker_engine(folder: Path) -> Iterator[Engine]:
     for program in ("docker", "dockerd", "debootstrap", "iptables"):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed: apt-get install docker.io debootstrap iptables")
+    if psutil.virtual_memory().available > _LEAST_MEMORY_BYTES:
+        (folder / "data").mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DATA_BYTES}", "tmpfs", str(folder / "data")], check=True)
     socket = folder / "docker.sock"
     options = {"data-root": "data", "exec-root": "exec", "pidfile": "pid", "host": f"unix://{socket}"}
     argv = [f"--{key}={value if '://' in value else folder / value}" for key, value in options.items()]
