@@ -70,6 +70,6 @@ if [ "$kind" = dev ]; then
     install "the dashboard is then not tested in a browser" chromium chromium-driver fonts-dejavu-core
     install "some tests are then skipped" iputils-ping postgresql redis-server util-linux user-mode-linux
     # Not on a developer's machine, where they would start services or take the place of another Docker.
-    [ -z "${CI:-}" ] || install "images and alerts are then not tested" docker.io docker-compose debootstrap iptables prometheus
+    [ -z "${CI:-}" ] || install "images and alerts are then not tested" docker.io docker-compose debootstrap mmdebstrap iptables prometheus
     [ -z "${CI:-}" ] || install "train.compile is then not tested" g++
 fi

@@ -203,14 +203,11 @@ class HandlerProcess:
     def _run(self) -> tuple[bool, int]:
         """Run one process until it ends; returns whether it was ready, and its exit status."""
         own, theirs = socket.socketpair()
-        argv = [sys.executable, "-m", __name__, "--link-fd", str(theirs.fileno()), "--parent", str(os.getpid())]
-        argv += ["--handler", self._handler, "--threads", str(self._threads)]
+        arguments = ["--link-fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        arguments += ["--handler", self._handler, "--threads", str(self._threads)]
         with own:
             with theirs:
-                process = subprocess.Popen(
-                    argv, pass_fds=[theirs.fileno()], start_new_session=True, env=self._env, stdout=self._output,
-                    stderr=self._output,
-                )  # fmt: skip
+                process = _execute(arguments, theirs.fileno(), self._env, self._output)
             self._process, self._killed_for, was_ready = process, "", False
             with self._lock:
                 self._link = own
@@ -262,6 +259,14 @@ class HandlerProcess:
                 lines = (self._cgroup / name).read_text().splitlines()
                 return next(int(line.removeprefix(key)) for line in lines if line.startswith(key))
         return None
+
+
+def _execute(
+    arguments: list[str], link: int, env: Mapping[str, str] | None, output: int | None
+) -> subprocess.Popen[bytes]:
+    """Start the process, which inherits ``link``."""
+    argv = [sys.executable, "-m", __name__, *arguments]
+    return subprocess.Popen(argv, pass_fds=[link], start_new_session=True, env=env, stdout=output, stderr=output)
 
 
 def _ended(status: int, reason: str, text: str) -> Answer:

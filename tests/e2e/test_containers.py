@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 from ruamel.yaml import YAML
-from support.docker_engine import Engine, debian_image, docker_engine
+from support.docker_engine import Engine, debian_image, docker_engine, product_image
 from support.running import UNHURRIED, Federation, Running, check_succeeded, digits_sites, eventually
 
 pytestmark = pytest.mark.timeout(900)
@@ -102,8 +102,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     with docker_engine(tmp_path_factory.mktemp("docker")) as engine:
         debian_image(engine, "base", tmp_path_factory)
         for target in ("control-plane", "region-agent", "worker"):
-            arguments = ["--file", "deploy/container/Dockerfile", "--target", target, "--tag", f"geofed-{target}"]
-            engine("build", "--network=host", "--build-arg", "BASE=base", *arguments, ".", cwd=ROOT)
+            product_image(engine, target, "base")
         yield engine
 
 

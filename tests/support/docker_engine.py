@@ -10,13 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from support.debian import TRUSTED, debian_root
 
-__all__ = ["Engine", "debian_image", "docker_engine", "worker_image"]
+__all__ = ["Engine", "debian_image", "docker_engine", "product_image", "worker_image"]
 
 _ROOT = Path(__file__).parents[2]
 _START_SECONDS = 30.0
+_DATA_BYTES, _LEAST_MEMORY_BYTES = 6 << 30, 12 << 30
+"""Space for all images, and the memory of which so much may be taken. Each step of a build waits until a disk has all
+that anyone has written, and gigabytes have to be deleted in the end."""
 
 
 class Engine:
@@ -53,6 +57,9 @@ def docker_engine(folder: Path) -> Iterator[Engine]:
     for program in ("docker", "dockerd", "debootstrap", "iptables"):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed: apt-get install docker.io debootstrap iptables")
+    if psutil.virtual_memory().available > _LEAST_MEMORY_BYTES:
+        (folder / "data").mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DATA_BYTES}", "tmpfs", str(folder / "data")], check=True)
     socket = folder / "docker.sock"
     options = {"data-root": "data", "exec-root": "exec", "pidfile": "pid", "host": f"unix://{socket}"}
     argv = [f"--{key}={value if '://' in value else folder / value}" for key, value in options.items()]
@@ -82,9 +89,16 @@ def worker_image(engine: Engine, folders: pytest.TempPathFactory) -> str:
     """Build the worker's image from this tree, on a base of this environment's packages; returns its name."""
     if not engine("images", "--quiet", "geofed-base"):
         debian_image(engine, "geofed-base", folders)
-    arguments = ["--file", "deploy/container/Dockerfile", "--target", "worker", "--tag", "geofed-worker"]
-    engine("build", "--network=host", "--build-arg", "BASE=geofed-base", *arguments, ".", cwd=_ROOT)
+    product_image(engine, "worker", "geofed-base")
     return "geofed-worker"
+
+
+def product_image(engine: Engine, target: str, base: str) -> None:
+    """Build one of the product's images from this tree, as ``geofed-TARGET``."""
+    # The base has PyTorch. Where PyTorch's own index cannot be reached, pip would ask it for ten seconds.
+    given = ["--build-arg", f"BASE={base}", "--build-arg", "TORCH_INDEX=https://pypi.org/simple"]
+    options = ["--file", "deploy/container/Dockerfile", "--target", target, "--tag", f"geofed-{target}"]
+    engine("build", "--network=host", *given, *options, ".", cwd=_ROOT)
 
 
 def debian_image(engine: Engine, name: str, folders: pytest.TempPathFactory) -> None:

@@ -39,7 +39,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from support.kubernetes_rules import Invalid, amount, below_restricted, checked
 from support.pki import Authority, write
-from support.processes import largest_over
+from support.processes import Start, execute, largest_over
 
 __all__ = ["Cluster", "Node", "agent_role", "manifests", "worker_command"]
 
@@ -83,9 +83,11 @@ class _Process:
 class Cluster:
     """The whole cluster; a context manager. All its state is in `objects`, by plural, namespace and name."""
 
-    def __init__(self, folder: Path, images: Mapping[str, list[str]], *, namespace: str = "workers") -> None:
-        """``images``: commands of images, by name; ``namespace``: the one that there is."""
-        self.folder, self.images, self.namespace = folder, dict(images), namespace
+    def __init__(
+        self, folder: Path, images: Mapping[str, list[str]], *, namespace: str = "workers", start: Start = execute
+    ) -> None:
+        """``images``: commands of images, by name; ``namespace``: the one that there is; ``start``: starts commands."""
+        self.folder, self.images, self.namespace, self._start = folder, dict(images), namespace, start
         self.token = secrets.token_hex(16)
         self.rules = agent_role()
         self.nodes = [Node("node-1")]
@@ -462,10 +464,7 @@ class Cluster:
             value = base64.b64decode(found["data"][one["valueFrom"]["secretKeyRef"]["key"]]).decode()
             path = next((at for at in mounts if value == at or value.startswith(f"{at}/")), None)
             env[one["name"]] = value if path is None else mounts[path] + value[len(path) :]
-        with (folder / "log").open("wb") as log:
-            running = subprocess.Popen(
-                command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        running = self._start(command, env, folder)
         limit = amount(container["resources"].get("limits", {}).get("memory", "1Ti"))
         self._processes[name] = _Process(running, folder, limit)
         pod["status"] |= {

@@ -32,7 +32,7 @@ import botocore.session
 import psutil
 from botocore.model import OperationModel, ServiceModel, Shape, StructureShape
 from botocore.validate import ParamValidator
-from support.processes import largest_over
+from support.processes import Start, execute, largest_over
 
 __all__ = ["IMAGE", "ROLE", "Refusal", "Service", "allowed_operations", "function_command"]
 
@@ -113,9 +113,9 @@ class Environment:
 class Service:
     """The service; a context manager. `variables` is what a client's process needs in its environment."""
 
-    def __init__(self, folder: Path, images: Mapping[str, str]) -> None:
-        """``images``: arguments of the function's program for each image, by its URI."""
-        self.folder, self.images = folder, dict(images)
+    def __init__(self, folder: Path, images: Mapping[str, str], start: Start = execute) -> None:
+        """``images``: arguments of the function's program for each image, by its URI. ``start``: starts it."""
+        self.folder, self.images, self._start = folder, dict(images), start
         self.key = f"AKIA{secrets.token_hex(6).upper()}"
         self.functions: dict[str, _Function] = {}
         self.environments: list[Environment] = []
@@ -428,11 +428,7 @@ class Service:
             variables["PYTHONPATH"] = paths[0]
         command = [sys.executable, *program[1:], *configuration["ImageConfig"]["Command"]]
         command += [one for one in given if not one.startswith("path=")]
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                command, env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+        process = self._start(command, variables, folder)
         made = Environment(name, process, folder, configuration.get("MemorySize", 128), api)
         api.environment = made  # type: ignore[attr-defined]
         threading.Thread(target=api.serve_forever, args=(0.05,), daemon=True).start()

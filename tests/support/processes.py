@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,18 @@ if TYPE_CHECKING:
     # Benchmarks use this, too, and have no pytest.
     import pytest
 
-__all__ = ["alive", "are_wanted", "family", "largest_over", "running_as"]
+__all__ = ["Start", "alive", "are_wanted", "execute", "family", "largest_over", "running_as"]
+
+Start = Callable[[list[str], Mapping[str, str], Path], subprocess.Popen[bytes]]
+"""What starts a command, with its environment and its folder."""
+
+
+def execute(command: list[str], env: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, with its output in the file ``log`` of its folder."""
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
 
 
 def are_wanted(session: pytest.Session, folder: Path) -> bool:

@@ -94,8 +94,10 @@ happens, which would have to share the processors with it."""
 @functools.cache
 def warm_daemons() -> WarmServers:
     """The parent of daemons; it ends with this process."""
-    modules = ("control_plane.cli.main", "control_plane.server", "region_agent.cli", "region_agent.daemon")
-    modules += ("region_agent.gateway.embedded.__main__", "sync.ps.__main__")
+    modules = (
+        "control_plane.cli.main", "control_plane.server", "region_agent.cli", "region_agent.daemon",
+        "region_agent.gateway.embedded.__main__", "region_agent.gateway.serverless.invocation", "sync.ps.__main__",
+    )  # fmt: skip
     parent = WarmServers(*modules, zygotes=True, waits_for_disk=False)
     atexit.register(parent.__exit__)
     return parent.__enter__()

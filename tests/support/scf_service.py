@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 from support.lambda_service import Refusal
-from support.processes import largest_over
+from support.processes import Start, execute, largest_over
 from tencentcloud.scf.v20180416 import models
 
 __all__ = ["IMAGE", "REGION", "Service"]
@@ -80,9 +80,10 @@ class Running:
 class Service:
     """The service; a context manager. `variables` is what a client's process needs in its environment."""
 
-    def __init__(self, folder: Path, images: Mapping[str, str]) -> None:
-        """``images``: further arguments of each image's command, and ``path=`` for its modules, by its address."""
-        self.folder, self.images = folder, dict(images)
+    def __init__(self, folder: Path, images: Mapping[str, str], start: Start = execute) -> None:
+        """``images``: further arguments of each image's command, and ``path=`` for its modules, by its address.
+        ``start``: starts the command."""
+        self.folder, self.images, self._start = folder, dict(images), start
         self.key = f"AKID{secrets.token_hex(6)}"
         self.functions: dict[str, _Function] = {}
         self.running: list[Running] = []
@@ -310,11 +311,7 @@ class Service:
         }  # fmt: skip
         assert image["Command"] == "python"
         command = [sys.executable, *image["Args"].split(), *(one for one in given if not one.startswith("path="))]
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                command, env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+        process = self._start(command, variables, folder)
         deadline = time.monotonic() + function.given.get("Timeout", 3)
         self.running.append(Running(name, process, folder, function.given.get("MemorySize", 128), deadline))
 

@@ -49,7 +49,7 @@ _MOST_WAITING = 128
 _OUTPUT_BYTES = 65536
 """Bytes that are read at a time from a connection with what a function prints."""
 _TOLD_SECONDS = 4.0
-"""Time after the end in which replicas that ask again are told that they are not expected any more."""
+"""Time after a replica was given up in which the listener stays to tell it, when it asks again."""
 _VALID = datetime.timedelta(days=3650)
 """Validity of the certificate, which is made anew with each start."""
 
@@ -91,6 +91,8 @@ class _Expected:
     listener: Listener | None
     instance: str = ""
     """Which process of the replica has connected, if it has said."""
+    over: bool = False
+    """Whether it has said that it has ended."""
     ends_at: float | None = None
     """When its platform ends it, if it has said; by the monotonic clock."""
     connections: asyncio.Queue[_Connection | None] = field(default_factory=lambda: asyncio.Queue(_MOST_WAITING + 1))
@@ -116,8 +118,9 @@ class DialledConnections:
         self._server: asyncio.Server | None = None
         self._strangers: dict[str, dict[asyncio.Task[Any], None]] = {}
         """What accepts the connections that have not said yet whose they are, by the other side's address."""
-        self._dismissed: set[str] = set()
-        """Replicas that have not asked again since they were given up."""
+        self._dismissed: dict[str, float] = {}
+        """Replicas that end only if they are told so, and have not asked again since they were given up: until when
+        they are waited for, by the monotonic clock."""
         self._address, self._certificate = "", ""
         self._context: ssl.SSLContext
 
@@ -144,14 +147,12 @@ class DialledConnections:
         self._address = address.joined(host.strip("[]"), self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Close all connections, and the listener. Replicas that end only if they are told so are told first."""
-        self._dismissed = {name for name, one in self._expected.items() if one.listener is not None and one.open}
+        """Close all connections, and the listener. Replicas that end only if they are told so are told first, also
+        those that were given up a moment before."""
         for replica in list(self._expected):
             self.forget(replica)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_TOLD_SECONDS):
-                while self._dismissed:  # noqa: ASYNC110 - a bounded wait at the end
-                    await asyncio.sleep(0.05)
+        while any(until > time.monotonic() for until in self._dismissed.values()):  # noqa: ASYNC110 - a bounded wait
+            await asyncio.sleep(0.05)
         if self._server is not None:
             self._server.close()
 
@@ -162,9 +163,13 @@ class DialledConnections:
 
     def forget(self, replica: str) -> None:
         """Close a replica's connections and accept no more."""
+        connected, now = self.connected(replica), time.monotonic()
         expected = self._expected.pop(replica, None)
         if expected is None:
             return
+        self._dismissed = {name: until for name, until in self._dismissed.items() if until > now}
+        if expected.listener is not None and connected and not expected.over:
+            self._dismissed[replica] = now + _TOLD_SECONDS
         for writer in expected.open:
             writer.transport.abort()
         while not expected.connections.empty():
@@ -233,6 +238,7 @@ class DialledConnections:
         listener = expected.listener
         if hello.use == END:
             writer.close()
+            expected.over = True
             if listener is not None:
                 listener.ended(hello.reason, hello.text)
             return
@@ -287,7 +293,9 @@ class DialledConnections:
             raise ValueError("no time")
         known = expected.token if expected is not None else secrets.token_hex(32)
         if not hmac.compare_digest(token.encode(), known.encode()) or expected is None:
-            self._dismissed.discard(replica)
+            if use in ("", CALLS):
+                # A refused connection for output ends no invocation.
+                self._dismissed.pop(replica, None)
             raise _Unexpected
         if (use or CALLS) not in (CALLS, *((OUTPUT, END) if expected.listener is not None else ())):
             raise ValueError("no use of a connection")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import importlib.util
 import ipaddress
 import itertools
 import json
@@ -40,6 +41,7 @@ from cryptography.x509.oid import NameOID
 from support.docker_engine import docker_engine, worker_image
 from support.gateway_client import WholeClient
 from support.processes import are_wanted, running_as
+from support.warm_servers import ServerProcess, WarmServers
 
 from region_agent.gateway import BasicAuth, FunctionSpec, RetryPolicy, timeout_env
 from region_agent.gateway.embedded.config import PROFILES
@@ -56,6 +58,11 @@ ENTRYPOINT ["python", "-m", "region_agent.gateway.container", "--handler", "gate
 QUICK = RetryPolicy(deadline=timedelta(seconds=2))
 REMOTE = ("kubernetes", "lambda", "scf")
 """Platforms whose replicas connect to the gateway, each with a double in this process."""
+_CLOUDS = (
+    "boto3", "lightkube", "lightkube.resources.batch_v1", "lightkube.resources.core_v1",
+    "tencentcloud.scf.v20180416.scf_client",
+)  # fmt: skip
+"""Clients of clouds, which gateways of these load."""
 _numbers = itertools.count(1)
 
 
@@ -82,7 +89,9 @@ class Embedded:
     arguments: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
     """Further variables of its environment."""
-    process: subprocess.Popen[bytes] | None = None
+    parent: WarmServers | None = None
+    """What it is forked from; None: it is executed."""
+    process: subprocess.Popen[bytes] | ServerProcess | None = None
     url: str = ""
 
     @property
@@ -106,12 +115,18 @@ class Embedded:
             "isolation": "none",
         }
         file.write_text(json.dumps(base | self.config))
-        command = [sys.executable, "-m", "region_agent.gateway.embedded", "--config", str(file), *self.arguments]
-        with open(self.directory / "gateway.log", "ab") as log:
-            environ = {**os.environ, **self.variables}
-            self.process = subprocess.Popen([*command, "--die-with-parent", str(os.getpid())], stderr=log, env=environ)
-        until(lambda: ready.exists() or self.process.poll() is not None, 30)  # type: ignore[union-attr]
-        assert self.process.poll() is None, (self.directory / "gateway.log").read_text()
+        arguments, environ = ["--config", str(file), *self.arguments], {**os.environ, **self.variables}
+        told = self.directory / "gateway.log"
+        if self.parent is not None:
+            argv = ["region_agent.gateway.embedded", *arguments, "--die-with-parent", str(self.parent.pid)]
+            self.process = self.parent.run("region_agent.gateway.embedded.__main__", argv, told, environ)
+        else:
+            argv = [sys.executable, "-m", "region_agent.gateway.embedded", *arguments]
+            with open(told, "ab") as log:
+                self.process = subprocess.Popen([*argv, "--die-with-parent", str(os.getpid())], stderr=log, env=environ)
+        process = self.process
+        until(lambda: ready.exists() or process.poll() is not None, 30)
+        assert process.poll() is None, told.read_text()
         self.url = json.loads(ready.read_text())["url"]
 
     def stop(self) -> None:
@@ -216,15 +231,26 @@ async def open_url(
         await target.clean()
 
 
+@pytest.fixture(scope="session")
+def gateways() -> Iterator[WarmServers]:
+    """The parent of gateways."""
+    clouds = [module for module in _CLOUDS if importlib.util.find_spec(module.partition(".")[0]) is not None]
+    with WarmServers("region_agent.gateway.embedded.__main__", *clouds) as parent:
+        yield parent
+
+
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Embedded]]:
-    """Start embedded gateways of one's own; they end with the test."""
+def launch(tmp_path: Path, gateways: WarmServers) -> Iterator[Callable[..., Embedded]]:
+    """Start embedded gateways of one's own; they end with the test. ``forked``: from a process that has loaded what
+    they need, also for a cloud, which takes most of their start."""
     started: list[Embedded] = []
 
-    def start(*arguments: str, variables: dict[str, str] | None = None, **config: Any) -> Embedded:
+    def start(
+        *arguments: str, variables: dict[str, str] | None = None, forked: bool = False, **config: Any
+    ) -> Embedded:
         directory = tmp_path / f"gateway-{len(started)}"
         directory.mkdir()
-        embedded = Embedded(directory, config, arguments, variables or {})
+        embedded = Embedded(directory, config, arguments, variables or {}, gateways if forked else None)
         started.append(embedded)
         embedded.start()
         return embedded
@@ -349,6 +375,7 @@ def lambda_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedde
 
     command = function_command("--handler", "gateway_probe:handle", path=str(HANDLERS))
     with Service(tmp_path_factory.mktemp("lambda"), {"probe": command, IMAGE: command}) as service:
+        service.pending_seconds = service.unknown_seconds = 0.0
         settings = {"kind": "lambda", "image": IMAGE, "role": ROLE}
         config = {"serverless": settings, "owner": "contract", "drain_timeout": "1s"}
         embedded = Embedded(tmp_path_factory.mktemp("gateway-lambda"), config, variables=service.variables)
@@ -366,6 +393,7 @@ def scf_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
 
     command = function_command("--handler", "gateway_probe:handle", path=str(HANDLERS))
     with Service(tmp_path_factory.mktemp("scf"), {"probe": command, IMAGE: command}) as service:
+        service.pending_seconds = service.unknown_seconds = 0.0
         settings = {"kind": "scf", "image": IMAGE, "tencentRegion": REGION, "endpoint": service.url}
         config = {"serverless": settings, "owner": "contract", "drain_timeout": "1s"}
         embedded = Embedded(tmp_path_factory.mktemp("gateway-scf"), config, variables=service.variables)
@@ -449,7 +477,7 @@ def probe(request: pytest.FixtureRequest, gateway: Target, standing: dict[str, F
 def _gateways_live_longer_than_a_test(request: pytest.FixtureRequest) -> None:
     """Started before the first test looks at what is there, so that none of them counts as left behind."""
     if are_wanted(request.session, Path(__file__).parent):
-        for name in ("shared", "embedded_sessions"):
+        for name in ("gateways", "shared", "embedded_sessions"):
             request.getfixturevalue(name)
         if any("[docker" in item.nodeid for item in request.session.items):
             request.getfixturevalue("docker_session")

@@ -26,7 +26,7 @@ from geofed_pb.v1 import agent_pb2
 from region_agent.config import LambdaGateway, RegionConfig
 from region_agent.doctor import examine
 from region_agent.gateway import FunctionSpec
-from region_agent.gateway.dial_out import GONE_SECONDS
+from region_agent.gateway.dial_out import _KEEPALIVE, GONE_SECONDS
 from region_agent.gateway.serverless import invocation
 from region_agent.gateway.serverless.order import Order, order_of
 from region_agent.policy import check_partition
@@ -59,9 +59,14 @@ print(server.server_port, flush=True)
 server.serve_forever()
 """
 
+GONE, KEEPALIVE = 8, (4, 1, 4)
+"""A shorter time than the product's, made of parts in the same way."""
 SILENCE = f"""
 import asyncio, json, subprocess, threading, time
+from region_agent.gateway import dial_out
 from region_agent.gateway.embedded.dialled import DialledConnections, Listener
+
+dial_out.GONE_SECONDS, dial_out._KEEPALIVE = {GONE}, {KEEPALIVE}
 
 def loopback(state):
     subprocess.run(["ip", "link", "set", "lo", state], check=True)
@@ -85,7 +90,7 @@ async def main():
     connections["sending"].sendall(b"never arrives")
     for name in connections:
         threading.Thread(target=wait, args=(name,), daemon=True).start()
-    while len(seconds) < 3 and time.monotonic() - begun < {GONE_SECONDS + 20}:
+    while len(seconds) < 3 and time.monotonic() - begun < {GONE + 20}:
         await asyncio.sleep(0.1)
         if not dialled.connected("one"):
             seconds.setdefault("gateway", time.monotonic() - begun)
@@ -109,7 +114,9 @@ def opened(service: Service, launch: Callable[..., Embedded]) -> Callable[..., A
     @asynccontextmanager
     async def opened(**settings: Any) -> AsyncIterator[Target]:
         section = SETTINGS | settings
-        embedded = launch(serverless=section, owner="mark", drain_timeout="1s", variables=service.variables)
+        embedded = launch(
+            serverless=section, owner="mark", drain_timeout="1s", variables=service.variables, forked=True
+        )
         async with open_target(embedded) as target:
             target.image = IMAGE
             yield target
@@ -126,6 +133,16 @@ async def refused(target: Target, seconds: float = 60.0, **members: Any) -> Geof
         await target.client.wait_ready(name, 1, timedelta(seconds=seconds))
     await target.client.delete(name)
     return caught.value
+
+
+async def failure_told(target: Target, name: str, text: str) -> None:
+    """Wait for a function that is not ready yet until the reason for that is told."""
+    message = ""
+    async with asyncio.timeout(40):
+        while text not in message:
+            with pytest.raises(GeofedError) as caught:
+                await target.client.wait_ready(name, 1, timedelta(seconds=0.5))
+            message = caught.value.message
 
 
 def told(service: Service, operation: str) -> list[dict[str, Any]]:
@@ -234,16 +251,18 @@ async def test_secrets_that_no_event_holds_are_told(opened: Any) -> None:
 async def test_a_replica_is_replaced_before_the_platforms_limit_without_a_failed_call(
     service: Service, opened: Any
 ) -> None:
+    # A part of its time is over when its program gets the event.
+    service.spent_seconds = 12
     async with opened(lifeSeconds=34) as target:
-        probe = await target.deploy(env_vars={"exec_timeout": "6s", "max_inflight": "2"})
+        probe = await target.deploy(env_vars={"exec_timeout": "3s", "max_inflight": "2"})
         first, seen, long = (await probe.process())[0], set[str](), 0
         begun, after = time.monotonic(), 0
         # Until the first one has ended, and two calls longer.
-        while time.monotonic() - begun < 34 and after < 2:
+        while time.monotonic() - begun < 22 and after < 2:
             after += bool(service.ended)
-            answer = asyncio.create_task(probe("wait?s=4"))
+            answer = asyncio.create_task(probe("wait?s=1.5"))
             seen.add((await probe.process())[0])
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.3)
             assert (await answer).body == b"woke"
             long += 1
         assert first in seen
@@ -257,10 +276,11 @@ async def test_a_replica_is_replaced_before_the_platforms_limit_without_a_failed
 
 async def test_a_replica_that_has_waited_for_room_is_not_replaced_early(service: Service, opened: Any) -> None:
     service.quota = 0
-    async with opened(lifeSeconds=40) as target:
-        deployed = asyncio.create_task(target.deploy(env_vars={"exec_timeout": "16s"}))
+    async with opened(lifeSeconds=30) as target:
+        deployed = asyncio.create_task(target.deploy(env_vars={"exec_timeout": "11s"}))
         await asyncio.to_thread(until, lambda: told(service, "Invoke"))
-        await asyncio.sleep(14)
+        # If this counted, too little time for calls would be left, and the replica would be refused.
+        await asyncio.sleep(6.5)
         service.quota = 1000
         probe = await deployed
         host, _ = await probe.process()
@@ -326,11 +346,12 @@ async def test_an_event_that_was_dropped_is_sent_again(
 
 
 async def test_a_replica_leaves_before_the_platform_ends_it(service: Service, opened: Any) -> None:
+    # The platform counts from an earlier moment than the gateway: it says so in each event.
+    service.spent_seconds = 10
     async with opened(lifeSeconds=30) as target:
         await target.deploy(env_vars={"exec_timeout": "1s"})
-        # The platform counts from an earlier moment than the gateway: it says so in each event.
         (environment,) = service.working()
-        environment.deadline = time.monotonic() + 30
+        environment.deadline = time.monotonic() + 20
         os.kill(target.embedded.pid, signal.SIGSTOP)
         try:
             await asyncio.to_thread(until, lambda: service.ended, 40)
@@ -368,7 +389,7 @@ async def test_an_idle_invocation_that_is_killed_is_replaced(service: Service, o
         probe = await target.deploy()
         host, _ = await probe.process()
         service.working()[0].process.kill()
-        await asyncio.sleep(5)
+        await asyncio.to_thread(until, lambda: len(told(service, "Invoke")) == 2)
         await target.client.wait_ready(probe.name, 1, timedelta(seconds=20))
         assert (await probe.process())[0] != host
 
@@ -521,7 +542,9 @@ def test_both_sides_notice_within_a_time_that_the_other_is_gone_without_a_word()
     assert done.returncode == 0, done.stderr
     seconds = json.loads(done.stdout)
     assert sorted(seconds) == ["gateway", "idle", "sending"]
-    assert all(10 < one < GONE_SECONDS + 10 for one in seconds.values()), seconds
+    assert all(4 < one < GONE + 8 for one in seconds.values()), seconds
+    for gone, (idle, interval, probes) in ((GONE, KEEPALIVE), (GONE_SECONDS, _KEEPALIVE)):
+        assert idle + interval * probes == gone
 
 
 # What fails
@@ -557,10 +580,10 @@ async def test_a_role_and_a_reservation_that_do_not_work_are_told(service: Servi
 
 async def test_no_room_for_an_invocation_is_told_after_a_time(service: Service, opened: Any) -> None:
     service.quota = 0
-    async with opened(startSeconds=3) as target:
+    async with opened(startSeconds=5) as target:
         error = await refused(target)
         assert error.code == "FUNCTION_UNSCHEDULABLE"
-        assert "within 3 s" in error.message
+        assert "within 5 s" in error.message
         # Invocations that begin late are not expected any more, and end.
         service.quota = 1000
         await target.deploy()
@@ -575,11 +598,9 @@ async def test_a_throttled_request_is_repeated_with_a_bound(service: Service, op
         await target.deploy()
         service.throttled = 10_000
         await target.client.deploy(FunctionSpec("throttled", IMAGE))
-        with pytest.raises(GeofedError) as caught:
-            await target.client.wait_ready("throttled", 1, timedelta(seconds=20))
-        assert "TooManyRequestsException" in caught.value.message
+        await failure_told(target, "throttled", "TooManyRequestsException")
         used = 10_000 - service.throttled
-        assert 5 <= used <= 30, used
+        assert 5 <= used <= 15, used
         service.throttled = 0
         await target.client.wait_ready("throttled", 1, timedelta(seconds=30))
 
@@ -657,9 +678,7 @@ async def test_a_handler_that_cannot_be_loaded_is_told(service: Service, opened:
     service.images[IMAGE] = function_command("--handler", "no_such_module:handle")
     async with opened() as target:
         await target.client.deploy(FunctionSpec("broken", IMAGE))
-        with pytest.raises(GeofedError) as caught:
-            await target.client.wait_ready("broken", 1, timedelta(seconds=8))
-        assert "could not be loaded" in caught.value.message
+        await failure_told(target, "broken", "could not be loaded")
         assert [line.text async for line in target.client.logs("broken") if "no_such_module" in line.text]
 
 
@@ -854,6 +873,32 @@ async def test_a_second_process_of_a_replica_is_not_expected() -> None:
             await asyncio.to_thread(other.connect, context, use=OUTPUT)
     finally:
         await dialled.stop()
+
+
+async def test_a_replica_that_was_given_up_a_moment_before_the_gateway_ends_is_told() -> None:
+    from region_agent.gateway.dial_out import END, OUTPUT, NotExpected
+    from region_agent.gateway.embedded.dialled import Listener
+
+    dialled = DialledConnections(lambda _: None)
+    await dialled.start("127.0.0.1", 0)
+    listener = Listener(lambda _: None, lambda *_: None)
+    dial, ended = dialled.expect("one", listener), dialled.expect("two", listener)
+    connections = [await asyncio.to_thread(one.connect, one.context) for one in (dial, ended)]
+    (await asyncio.to_thread(ended.connect, ended.context, use=END, reason="time", text="over")).close()
+    dialled.forget("one")
+    stopping = asyncio.create_task(dialled.stop())
+    # Output that nobody takes ends no invocation: only what asks for calls has been told.
+    for use in (OUTPUT, ""):
+        await asyncio.sleep(0.2)
+        assert not stopping.done()
+        with pytest.raises(NotExpected):
+            await asyncio.to_thread(partial(dial.connect, dial.context, use=use))
+    # The other one, which has said that it has ended, is not waited for.
+    begun = time.monotonic()
+    await stopping
+    assert time.monotonic() - begun < 1.5
+    for connection in connections:
+        connection.close()
 
 
 # The region file, the agent's policy and doctor

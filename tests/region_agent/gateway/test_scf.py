@@ -46,7 +46,9 @@ def opened(service: Service, launch: Callable[..., Embedded]) -> Callable[..., A
     @asynccontextmanager
     async def opened(**settings: Any) -> AsyncIterator[Target]:
         section = section_of(service) | settings
-        embedded = launch(serverless=section, owner="mark", drain_timeout="1s", variables=service.variables)
+        embedded = launch(
+            serverless=section, owner="mark", drain_timeout="1s", variables=service.variables, forked=True
+        )
         async with open_target(embedded) as target:
             target.image = IMAGE
             yield target
@@ -162,7 +164,7 @@ async def test_what_a_killed_gateway_has_left_is_deleted(service: Service, opene
 
 
 async def test_what_cannot_be_made_is_told(service: Service, opened: Any) -> None:
-    async with opened(startSeconds=3) as target:
+    async with opened(startSeconds=5) as target:
         assert (await refused(target, image=IMAGE.replace(":1", ":none"))).code == "IMAGE_UNAVAILABLE"
         service.failing = [{"ErrorCode": "FailedOperation.InsufficientResources", "ErrorMessage": "no room"}]
         assert (await refused(target)).code == "FUNCTION_UNSCHEDULABLE"
@@ -173,7 +175,7 @@ async def test_what_cannot_be_made_is_told(service: Service, opened: Any) -> Non
         # No room for another event.
         service.memory_mb = 1024
         error = await refused(target)
-        assert (error.code, "within 3 s" in error.message) == ("FUNCTION_UNSCHEDULABLE", True)
+        assert (error.code, "within 5 s" in error.message) == ("FUNCTION_UNSCHEDULABLE", True)
     async with opened(reservedConcurrency=200) as target:
         service.memory_mb = 128_000
         assert (await refused(target)).code == "QUOTA_EXCEEDED"
