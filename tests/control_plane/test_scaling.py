@@ -422,4 +422,4 @@ def test_what_cannot_be_tuned_is_refused(tmp_path: Path, override: str, told: st
 def test_its_regions_wait_for_each_other_and_hold_whole_models(tmp_path: Path) -> None:
     life = Life(tmp_path)
     assert not life.plan.background
-    assert to_demand(life.spec, "j", datetime.fromtimestamp(0.0, UTC)).parallelism == "data"
+    assert to_demand(life.spec, "j", datetime.fromtimestamp(0.0, UTC)).parallelism == "whole"
