@@ -876,7 +876,7 @@ async def test_a_second_process_of_a_replica_is_not_expected() -> None:
 
 
 async def test_a_replica_that_was_given_up_a_moment_before_the_gateway_ends_is_told() -> None:
-    from region_agent.gateway.dial_out import END, OUTPUT, NotExpected
+    from region_agent.gateway.dial_out import END, OUTPUT, ReplicaRefused
     from region_agent.gateway.embedded.dialled import Listener
 
     dialled = DialledConnections(lambda _: None)
@@ -891,7 +891,7 @@ async def test_a_replica_that_was_given_up_a_moment_before_the_gateway_ends_is_t
     for use in (OUTPUT, ""):
         await asyncio.sleep(0.2)
         assert not stopping.done()
-        with pytest.raises(NotExpected):
+        with pytest.raises(ReplicaRefused):
             await asyncio.to_thread(partial(dial.connect, dial.context, use=use))
     # The other one, which has said that it has ended, is not waited for.
     begun = time.monotonic()

@@ -9,7 +9,7 @@ import pytest
 from support.warm_ranks import warm_ranks
 
 from region_agent.worker.ranks import group
-from tests.region_agent.gateway.conftest import launch  # noqa: F401
+from tests.region_agent.gateway.conftest import gateways, launch  # noqa: F401
 
 
 @pytest.fixture(scope="session")
