@@ -106,8 +106,8 @@ def test_workers_that_merge_nothing_process_more_samples(running_pair: Running) 
 
 
 def test_a_job_is_scaled_as_published(running_pair: Running) -> None:
-    """By MLLess's tuner: no worker comes, and the job ends with its planned steps. It decides after forty evaluations at
-    the earliest, which takes longer than this job: that workers leave is in tests/control_plane/test_scaling.py."""
+    """By MLLess's tuner: no worker comes, and the job ends with its planned steps. It decides after forty evaluations,
+    which takes longer than this job: that workers leave is in tests/control_plane/test_scaling.py."""
     job = running_pair.submit(
         "train.workers=3", *FEW, "wan.exchange=synchronous", *UNREACHED, "train.scaling=mlless", "train.end.epochs=24"
     )
