@@ -96,7 +96,7 @@ def worker_image(engine: Engine, folders: pytest.TempPathFactory) -> str:
 def product_image(engine: Engine, target: str, base: str) -> None:
     """Build one of the product's images from this tree, as ``geofed-TARGET``."""
     # The base has PyTorch. Where PyTorch's own index cannot be reached, pip would ask it for ten seconds.
-    given = ["--build-arg", f"BASE={base}", "--build-arg", "TORCH_INDEX=https://pypi.org/simple"]
+    given = ["--build-arg", f"BASE={base}", "--build-arg", "TORCH_INDEX="]
     options = ["--file", "deploy/container/Dockerfile", "--target", target, "--tag", f"geofed-{target}"]
     engine("build", "--network=host", *given, *options, ".", cwd=_ROOT)
 
