@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,28 +100,34 @@ def layered(region: str) -> dict[str, Any]:
     return profile_of(region) | {"layers": [{**layer, "name": str(number)} for number in range(4)], "layers_note": ""}
 
 
+@asynccontextmanager
+async def profile_told(stage: Stage, job_file: Path, profile: dict[str, Any]) -> AsyncIterator[None]:
+    """Have region a, whose channel is Redis, answer a profile of the job with this one."""
+    joined = await stage.agent("a")
+    joined.catalogue = replace(catalogue("a", 1000, 8), channel="redis")
+    async with joined as agent:
+        asked = asyncio.create_task(profiled(stage, job_file))
+        command = await agent.command("profile")
+        agent.tell_profile(command.id, profile_json=json.dumps(profile))
+        await asked
+        yield
+
+
 @pytest.mark.slow
 @on_a_loop
 async def test_explain_tells_what_else_stages_and_chunks_could_be(serve_config: ServeConfig, job_file: Path) -> None:
-    async with staged(serve_config) as stage:
-        joined = await stage.agent("a")
-        joined.catalogue = replace(catalogue("a", 1000, 8), channel="redis")
-        async with joined as agent:
-            asked = asyncio.create_task(profiled(stage, job_file))
-            command = await agent.command("profile")
-            agent.tell_profile(command.id, profile_json=json.dumps(layered("a")))
-            await asked
-            told = await plan(stage, job_file, ("parallelism={pipeline: {}}",))
-            decided = {one["decision"].split(" ")[0]: one for one in told["alternatives"]}
-            assert {"stages", "micro-batch", "recomputed", "replicas"} <= decided.keys()
-            for one in decided.values():
-                assert " s and $" in one["text"]
-                assert one["why_not"]
-            assert decided["stages"]["decision"] in plan_text(told)
-            chunks = await plan(stage, job_file, ("advanced.collective=k-reduce", "train.workers=6"))
-            others = [one for one in chunks["alternatives"] if one["decision"].startswith("K ")]
-            assert len(others) == 2
-            assert all(" s and $" in one["text"] for one in others)
+    async with staged(serve_config) as stage, profile_told(stage, job_file, layered("a")):
+        told = await plan(stage, job_file, ("parallelism={pipeline: {}}",))
+        decided = {one["decision"].split(" ")[0]: one for one in told["alternatives"]}
+        assert {"stages", "micro-batch", "recomputed", "replicas"} <= decided.keys()
+        for one in decided.values():
+            assert " s and $" in one["text"]
+            assert one["why_not"]
+        assert decided["stages"]["decision"] in plan_text(told)
+        chunks = await plan(stage, job_file, ("advanced.collective=k-reduce", "train.workers=6"))
+        others = [one for one in chunks["alternatives"] if one["decision"].startswith("K ")]
+        assert len(others) == 2
+        assert all(" s and $" in one["text"] for one in others)
 
 
 @pytest.mark.slow
@@ -132,25 +139,18 @@ async def test_a_model_that_no_function_holds_is_cut_with_any_batch_or_refused(
     large["steps"] = [{**step, "peak_mb": 1800.0} for step in large["steps"]]
     large["layers"] = [{**layer, "parameter_bytes": 1.5e8} for layer in large["layers"]]
     noise = "privacy.differential={level: region, epsilon: 5, delta: 1e-5, clipNorm: 1}"
-    async with staged(serve_config) as stage:
-        joined = await stage.agent("a")
-        joined.catalogue = replace(catalogue("a", 1000, 8), channel="redis")
-        async with joined as agent:
-            asked = asyncio.create_task(profiled(stage, job_file))
-            command = await agent.command("profile")
-            agent.tell_profile(command.id, profile_json=json.dumps(large))
-            await asked
-            chosen = await plan(stage, job_file, ("train.batch=auto", "train.end={epochs: 2}"))
-            (part,) = chosen["partitions"]
-            assert len(part["pipeline"]["stages"]) > 1
-            assert f"batch {part['batch']}" in {one["decision"] for one in chosen["alternatives"]}
-            # Noise is added to whole updates, so that the model is not cut.
-            (reason,) = (await plan(stage, job_file, (noise,)))["reasons"]
-            assert reason["code"] == "INADMISSIBLE"
-            assert reason["text"] == "a step of 10 samples does not fit into a function of 2048 MB in a, as profiled"
-            assert "use a smaller train.batch" in reason["remedy"]
-            tried = await plan(stage, job_file, ("parallelism=data",))
-            assert tried["partitions"][0]["pipeline"] is None
+    async with staged(serve_config) as stage, profile_told(stage, job_file, large):
+        chosen = await plan(stage, job_file, ("train.batch=auto", "train.end={epochs: 2}"))
+        (part,) = chosen["partitions"]
+        assert len(part["pipeline"]["stages"]) > 1
+        assert f"batch {part['batch']}" in {one["decision"] for one in chosen["alternatives"]}
+        # Noise is added to whole updates, so that the model is not cut.
+        (reason,) = (await plan(stage, job_file, (noise,)))["reasons"]
+        assert reason["code"] == "INADMISSIBLE"
+        assert reason["text"] == "a step of 10 samples does not fit into a function of 2048 MB in a, as profiled"
+        assert "use a smaller train.batch" in reason["remedy"]
+        tried = await plan(stage, job_file, ("parallelism=data",))
+        assert tried["partitions"][0]["pipeline"] is None
 
 
 @pytest.mark.slow
