@@ -111,13 +111,13 @@ def _check(described: dict[str, Any], events: list[dict[str, Any]]) -> None:
 
 
 def test_a_tuner_lets_workers_leave_and_the_job_reaches_its_loss(running: Running) -> None:
-    end = "train.end={epochs: 100, goal: {metric: loss, atMost: 0.65}}"
+    end = "train.end={epochs: 100, goal: {metric: loss, atMost: 0.62}}"
     job = running.submit(*TUNED, end, f"train.workers={POOL}", "regions.use=[east]")
     ended = running.wait_end(job, 150.0)
     events = running.events(job)
     _check(ended, events)
     assert ended["result"]["ended_early"].startswith("loss is 0.6"), ended["result"]["ended_early"]
-    assert ended["result"]["metrics"]["loss"] <= 0.65
+    assert ended["result"]["metrics"]["loss"] <= 0.62
     told = [event["data"] for event in events if event["kind"] == "job.tuning"]
     assert told[0]["before"] == POOL > told[0]["workers"], "the first to be told is that workers leave"
     scaled = [event["data"] for event in events if event["kind"] == "partition.scaled"]
