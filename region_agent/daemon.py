@@ -40,8 +40,9 @@ from region_agent.link.log_shipping import LogShipping
 from region_agent.partition.billing import invocation_amounts
 from region_agent.partition.calls import gpus_of
 from region_agent.partition.channel import RegionChannel, channel_text
+from region_agent.partition.context import PartitionContext
 from region_agent.partition.events import ActionFailed, PublishAsked, RecordEvent, Scaled, Stopped
-from region_agent.partition.runner import TRACING, PartitionContext, PartitionRunner
+from region_agent.partition.runner import TRACING, PartitionRunner
 from region_agent.partition.shards import SHARDS
 from region_agent.policy import (
     check_isolation,

@@ -37,7 +37,7 @@ from region_agent.embedded_gateway import EmbeddedGatewayProcess, openfaas_clien
 from region_agent.isolation import CONTAINER, isolation_of
 from region_agent.link.identity import Identity
 from region_agent.partition.channel import RegionChannel, channel_text
-from region_agent.partition.server_process import free_ports
+from region_agent.partition.server.process import free_ports
 from region_agent.policy import check_isolation
 from region_agent.shards.indexing import INDEXES, Indexes
 from region_agent.shards.reading import shard_files

@@ -30,8 +30,8 @@ from region_agent.machine_rates import durable_write_rate, fresh_memory_rate
 from region_agent.partition.billing import bill, invocation_amounts
 from region_agent.partition.calls import at_once, bundle_key, client_rounds, gpus_of, precision_of, sharding_of
 from region_agent.partition.channel import usage_meters
+from region_agent.partition.context import PartitionContext
 from region_agent.partition.invocation_bodies import HeldDevices
-from region_agent.partition.runner import PartitionContext
 from region_agent.policy import check_isolation, check_partition
 from region_agent.privacy import keeps_texts, labels_that_leave, without_quotes
 from region_agent.shards.indexing import INDEXES, Indexes, streams_of

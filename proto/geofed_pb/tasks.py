@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["awaited", "background", "end_process", "log_only"]
+__all__ = ["awaited", "background", "cancel_all", "end_process", "log_only"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("geofed.tasks")
@@ -46,6 +46,14 @@ def awaited(work: Awaitable[_T], *, name: str | None = None) -> asyncio.Task[_T]
         return await work
 
     return asyncio.create_task(work if asyncio.iscoroutine(work) else whole(), name=name)
+
+
+async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    ending = list(tasks)  # a task's own callback may take it out of the collection
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 def log_only(error: GeofedError) -> None:

@@ -16,7 +16,7 @@ from geofed_pb.files.task_folder import read_parts
 from geofed_pb.v1 import agent_pb2
 from region_agent.link.control_plane_stream import ControlPlaneStream
 from region_agent.own_model import own_model_file
-from region_agent.partition.server_process import PsProcess
+from region_agent.partition.server.process import PsProcess
 from region_agent.state.audit_log import RegionAudit
 from region_agent.tasks.folder import BUNDLES, TaskFolder
 from sync.framing import digest_of

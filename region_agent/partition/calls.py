@@ -21,7 +21,7 @@ from region_agent.link.identity import Identity
 from region_agent.own_model import initial_own_model
 from region_agent.partition.batches import BatchPlan
 from region_agent.partition.events import Invoke, StartPs
-from region_agent.partition.server_process import free_ports
+from region_agent.partition.server.process import free_ports
 from region_agent.privacy import is_private
 from region_agent.state.store import PartitionRow
 from region_agent.worker.invocation import (

@@ -7,8 +7,8 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Collection, Coroutine
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,31 +17,20 @@ from typing import Any
 import structlog
 
 from geofed_pb.errors import CATALOGUE, GeofedError, unforeseen_as_internal
-from geofed_pb.fork_server import ExecStarter, Starter
-from geofed_pb.tasks import awaited, background
+from geofed_pb.tasks import background, cancel_all
 from geofed_pb.tracing import JobTrace
 from geofed_pb.v1 import agent_pb2, sync_pb2
-from region_agent.config import RegionConfig
-from region_agent.gateway import GatewayClient
 from region_agent.gateway.call_token import CallToken
-from region_agent.gateway.device_blocks import DeviceBlocks
-from region_agent.gateway.functions import Isolation
-from region_agent.gateway.owner import Owner
-from region_agent.isolation import NOT_ISOLATED
-from region_agent.link.identity import Identity
-from region_agent.link.networks import resolved
 from region_agent.own_model import copy_own_model, remove_all_but_own_model
 from region_agent.partition.calls import (
-    RegionInputs,
     batches_of,
     gpus_of,
     initial_adapter_file,
     initial_model_file,
-    server_config_of,
     stretches_json,
     whole_pipelines,
 )
-from region_agent.partition.channel import RegionChannel
+from region_agent.partition.context import PartitionContext
 from region_agent.partition.events import (
     Action,
     ActionFailed,
@@ -52,14 +41,11 @@ from region_agent.partition.events import (
     Invoke,
     PartitionConfigured,
     PartitionPrepared,
-    PeersKnown,
     Preempted,
     PreparePartition,
     PsEnded,
-    PsPeer,
     PsReady,
     PsStatusChanged,
-    PsTopology,
     Publish,
     PublishAsked,
     Published,
@@ -80,6 +66,7 @@ from region_agent.partition.events import (
 from region_agent.partition.invocation_bodies import HeldDevices, Invocations
 from region_agent.partition.logs import FunctionLogs
 from region_agent.partition.machine import PartitionMachine
+from region_agent.partition.peers import follow_peers
 from region_agent.partition.report import (
     PartitionMeter,
     report_of,
@@ -88,8 +75,8 @@ from region_agent.partition.report import (
     withhold_metrics,
     withhold_small_counts,
 )
-from region_agent.partition.server_events import ServerEvents
-from region_agent.partition.server_process import PsProcess
+from region_agent.partition.server.events import ServerEvents
+from region_agent.partition.server.running import ServerObserver, ServerRuns
 from region_agent.partition.shards import SHARDS, PartitionShards
 from region_agent.partition.worker_function import WorkerFunction
 from region_agent.privacy import PrivacyGuard, is_private, keeps_texts, ships_logs, without_quotes
@@ -97,64 +84,15 @@ from region_agent.shards.digests import JobDigests
 from region_agent.shards.indexing import INDEXES, Indexes
 from region_agent.shards.weights import copy_weights
 from region_agent.state.store import AgentStore, PartitionRow
-from region_agent.tasks.environments import Environments
-from region_agent.tasks.folder import TaskFolder
 from region_agent.worker.invocation import CALL_GRACE, Outcome
-from sync.ps.config import PsConfig
-from sync.tcp_streams.sockets import DIAL_FAULT
 
-__all__ = ["TRACING", "PartitionContext", "PartitionRunner"]
+__all__ = ["TRACING", "PartitionRunner"]
 
 _log = structlog.get_logger("geofed.partition")
 TRACING = "geofed-region-agent"
 """Name of the agent in traces."""
-_RESOLVE_SECONDS = 60.0
-"""Interval at which the host names of other regions' servers are resolved again."""
-_RESOLVE_AGAIN_SECONDS = 5.0
-"""Pause after a name could not be resolved."""
-_METER_SECONDS = 1.0
-"""Shortest interval at which the parameter server's counters are stored."""
 _ACCOUNT_SECONDS = 5.0
 """Longest interval between reports on a running partition, so that the control plane's account is up to date."""
-
-
-@dataclass(frozen=True)
-class PartitionContext:
-    """The parts of the region that a partition uses."""
-
-    config: RegionConfig
-    identity: Identity
-    store: AgentStore
-    gateway: GatewayClient
-    state_dir: Path
-    channel: RegionChannel
-    image: str
-    """Image of the worker function, where a task names none."""
-    fetch_task: Callable[[str], Coroutine[Any, Any, TaskFolder]]
-    """Download the packed task folder with a digest from the control plane."""
-    fetch_model: Callable[[str, Path], Coroutine[Any, Any, None]]
-    """Download the model with a digest into a file, and verify it."""
-    publish_model: Callable[[str, PsProcess, int], Coroutine[Any, Any, str]]
-    """Upload the server's model to the control plane, the present one (0) or an evaluated round's; returns its
-    digest."""
-    report: Callable[[agent_pb2.PartitionReport, bool], None]
-    """Send a report to the control plane; the flag: durably, until it is acknowledged."""
-    record_event: Callable[[str, RecordEvent], None]
-    """Add an event to a job's history."""
-    log: Callable[[str, str, str], None]
-    """Add a line to a job's log: job, source, line."""
-    log_format: str = "text"
-    """Format of the parameter servers' own logs: "text" or "json"."""
-    starter: Starter = field(default_factory=ExecStarter)
-    """Starts the parameter servers' processes."""
-    isolation: Isolation = NOT_ISOLATED
-    """How functions are isolated."""
-    owner: Owner = field(default_factory=Owner)
-    """Owner of the region's functions."""
-    environments: Environments | None = None
-    """Packages for tasks; None: none are installed."""
-    devices: DeviceBlocks = field(default_factory=lambda: DeviceBlocks(0))
-    """Which of the machine's devices each worker has."""
 
 
 def _stored_row(store: AgentStore, job: str) -> PartitionRow:
@@ -217,7 +155,7 @@ class PartitionRunner:
         self.job = start.job
         self._trace = JobTrace.of(start.traceparent, start.job, TRACING, region=start.region)
         self._task_config = _task_config_of(start)
-        self._row = row = _stored_row(context.store, start.job)
+        row = _stored_row(context.store, start.job)
         self.machine = _machine_of(start, row)
         self._folder = _private_folder(context.state_dir / "jobs", start.job)
         self._privacy = PrivacyGuard(context.config, context.state_dir)
@@ -227,11 +165,6 @@ class PartitionRunner:
         """Answer to the control plane's last command to keep the model of a round."""
         self._function = _worker_function_of(context, start, row, self.machine)
         self._logs = FunctionLogs(context.gateway, lambda: self._function.names, self._log_of_worker)
-        self._ps: PsProcess | None = None
-        self._began = row.attempt > 0
-        """A parameter server has run here before; if the next one finds no state, the state was lost."""
-        self._ps_runs = False
-        """True from before the process is started until it has exited; `_ps` is set only while it listens."""
         self._shards = PartitionShards(
             context.config,
             context.identity.tls,
@@ -241,7 +174,6 @@ class PartitionRunner:
             lambda durable: self._report(durable=durable),
             lambda action: context.record_event(start.job, action),
         )
-        self._status = sync_pb2.PsStatus()
         each = context.config.worker_devices(gpus_of(start.task))
         self.meter = PartitionMeter(context.store, start.job, each)
         self._devices = HeldDevices(context.devices, start.job, each, self._workers_with_devices)
@@ -252,6 +184,11 @@ class PartitionRunner:
             self._privacy,
         )  # fmt: skip
         self._server_events = ServerEvents()
+        self._server = ServerRuns(
+            context, start, row, self.meter, self._trace,
+            ServerObserver(self._function.connect_to_server, self._server_ready, self._server_reported),
+            folder=self._folder, ledger=self._privacy.folder,
+        )  # fmt: skip
         self._reported_at = self._progress_at = time.monotonic()
         self._logged_state = self._waits_for = ""
         self._progress_mark: tuple[object, ...] = ()
@@ -291,9 +228,10 @@ class PartitionRunner:
     def begin(self) -> None:
         """Start the partition, or resume it after a restart of the agent."""
         self.feed(Started(self.start.epoch))
-        if self._row.peers is not None:
-            self.peers(agent_pb2.Peers.FromString(self._row.peers))
-        if self._row.publish:
+        row = self._server.row
+        if row.peers is not None:
+            self.peers(agent_pb2.Peers.FromString(row.peers))
+        if row.publish:
             self.feed(PublishAsked())
 
     def repeated(self, start: agent_pb2.StartPartition) -> None:
@@ -316,33 +254,14 @@ class PartitionRunner:
         """Set the addresses of the other regions' parameter servers, and which regions exchange directly."""
         if self._following is not None:
             self._following.cancel()
-        self._following = background(self._guarded(self._follow(message), ActionFailed), self.fail)
-
-    async def _follow(self, message: agent_pb2.Peers) -> None:
-        """Resolve the other regions' addresses, again every minute, and pass on those that may be connected to."""
-        if message.halt:
-            # No peer is needed any more, and the name of the one that stays away may have no address.
-            self.feed(PeersKnown((), finish=message.finish, halt=True))
-            return
-        neighbours, former = (tuple((pair.a, pair.b) for pair in ps) for ps in (message.neighbours, message.former))
-        topology = PsTopology(message.routes, neighbours, former)
-        networks, told = self._context.config.policy.peer_networks, None
-        while self.machine.state not in ("stopped", "failed"):
-            try:
-                peers = []
-                for p in message.peers:
-                    own = p.region == self.start.region
-                    address = p.address if own else await resolved(p.address, p.region, p.seen, networks)
-                    peers.append(PsPeer(p.region, p.epoch, address, p.unsigned))
-            except GeofedError as error:
-                if not error.retryable:
-                    raise
-                _log.warning("the addresses of a job's regions are not known", job=self.job, error=str(error))
-            else:
-                if peers != told:
-                    told = peers
-                    self.feed(PeersKnown(tuple(peers), topology, message.finish))
-            await asyncio.sleep(_RESOLVE_SECONDS if told else _RESOLVE_AGAIN_SECONDS)
+        follow = follow_peers(
+            message,
+            self.start.region,
+            self._context.config.policy.peer_networks,
+            self.feed,
+            lambda: self.machine.state in ("stopped", "failed"),
+        )
+        self._following = background(self._guarded(follow, ActionFailed), self.fail)
 
     async def drained(self) -> None:
         """Wait until all background tasks have ended, as after a stop."""
@@ -360,7 +279,7 @@ class PartitionRunner:
         """End the partition's processes and tasks; its state stays on disk."""
         self._digests.close()
         await self._unfollow()
-        await _cancel(self._tasks)
+        await cancel_all(self._tasks)
 
     async def forget_state(self) -> None:
         """Delete the state that the parameter server and the workers have stored. The partition must be closed."""
@@ -380,8 +299,9 @@ class PartitionRunner:
 
     def _check_progress(self, now: float) -> None:
         """Report the time without a step. A wait for other regions, which sets the server's condition, is not idle."""
-        mark = (self.machine.attempt, self._status.round, self._status.step, self._status.condition)
-        if mark != self._progress_mark or self._status.condition or self.machine.state != "training":
+        status = self._server.status
+        mark = (self.machine.attempt, status.round, status.step, status.condition)
+        if mark != self._progress_mark or status.condition or self.machine.state != "training":
             self._progress_mark, self._progress_at = mark, now
         limit = timedelta(seconds=self.start.plan.slice_seconds) + CALL_GRACE
         self.feed(IdleTick(now - self._progress_at, limit.total_seconds()))
@@ -457,7 +377,7 @@ class PartitionRunner:
         message = report_of(
             self.machine,
             self.job,
-            self._status,
+            self._server.status,
             self.meter,
             self._context.config.prices,
             self._context.config.channel.prices,
@@ -538,114 +458,31 @@ class PartitionRunner:
         self.feed(Deployed(None))
 
     async def _run_ps(self, action: StartPs) -> None:
-        if self._ps_runs:
-            return
-        self._ps_runs = True
-        ps: PsProcess | None = None
-        try:
-            ps = PsProcess(
-                await self._ps_config(action),
-                self._folder / "ps.json",
-                self._context.identity,
-                self._log_of_server,
-                log_format=self._context.log_format,
-                starter=self._context.starter,
-            )
-            with self._trace.span("start server", attempt=action.attempt):
-                await ps.start()
-            self._context.store.keep_attempt(self.job, action.attempt)
-            reason = await self._while_ps_runs(ps)
-        except GeofedError as error:
-            self._row = self._without_ports(error)
-            reason = error
-        finally:
-            self._ps = None
-            if ps is not None:
-                await ps.stop()
-            self._ps_runs = False
-        self.feed(PsEnded(reason))
+        ended = await self._server.run(action, max(1, self.machine.workers))
+        if ended is not None:
+            self.feed(ended)
+
+    def _server_ready(self, address: str) -> None:
+        self._server_events.server_started()
+        self.feed(PsReady(address))
+
+    async def _server_reported(self, status: sync_pb2.PsStatus) -> None:
+        for event in self._server_events.new_in(status):
+            self._context.record_event(self.job, event)
+        if status.phase == "finished":
+            await self._digests_known()
+        self.feed(PsStatusChanged(view_of(status)))
+        self._report(durable=False)
 
     def _log_of_worker(self, source: str, line: str) -> None:
         self._context.log(self.job, source, self._function.redact(line))
 
-    def _log_of_server(self, line: str) -> None:
-        """Take a line of the parameter server's log. What answers at another region's address is not for users."""
-        if DIAL_FAULT in line:
-            _log.warning(line, job=self.job)
-        else:
-            self._context.log(self.job, "ps", line)
-
-    async def _while_ps_runs(self, ps: PsProcess) -> GeofedError:
-        """Watch the parameter server until it ends; returns the reason."""
-        self._context.store.keep_ports(self.job, ps.ports["worker"], ps.ports["exchange"], ps.ports.get("bulk", 0))
-        self._row = self._context.store.partition(self.job) or self._row
-        await self._function.connect_to_server(f"{self._context.config.server.worker_host}:{ps.ports['worker']}")
-        self._ps, self._began = ps, True
-        self.meter.server_started(time.monotonic())
-        self._server_events.server_started()
-        tasks = {awaited(self._watch(ps)), (ended := awaited(ps.ended()))}
-        self.feed(PsReady(f"{self._context.config.advertise}:{ps.ports['exchange']}"))
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            return await ended
-        finally:
-            await _cancel(tasks)
-            self.meter.server_ended(time.monotonic())
-
-    def _without_ports(self, error: GeofedError) -> Any:
-        """Return the partition's row, without the stored ports if one of them is in use by another process."""
-        if error.code == "PORT_IN_USE":
-            self._context.store.keep_ports(self.job, 0, 0, 0)
-        return self._context.store.partition(self.job) or self._row
-
-    async def _ps_config(self, action: StartPs) -> PsConfig:
-        context = self._context
-        address = await asyncio.to_thread(context.channel.address, self.job)
-        inputs = RegionInputs(
-            context.identity, context.config.server, self._row, context.channel.kind, channel_address=address
-        )
-        workers = max(1, self.machine.workers)
-        config = server_config_of(
-            self.start,
-            action,
-            inputs,
-            workers=workers,
-            folder=self._folder,
-            begun=self._began,
-            ledger=self._privacy.folder,
-        )
-        if config.bulk_port is None:
-            text = "server.ports has no free port for bulk streams: large updates use the exchange port and take longer"
-            context.log(self.job, "ps", text)
-        return config
-
-    async def _watch(self, ps: PsProcess) -> None:
-        metered, status = 0.0, None
-        try:
-            async for status in ps.watch():
-                self._status = status
-                for event in self._server_events.new_in(status):
-                    self._context.record_event(self.job, event)
-                if time.monotonic() - metered > _METER_SECONDS or status.phase == "finished":
-                    metered = time.monotonic()
-                    self.meter.add_server_status(status, metered)
-                self.meter.see_times(status)
-                if status.phase == "finished":
-                    await self._digests_known()
-                self.feed(PsStatusChanged(view_of(status)))
-                self._report(durable=False)
-        finally:
-            if status is not None:
-                self.meter.add_server_status(status, time.monotonic())
-
     async def _configure(self, action: ConfigurePs) -> None:
-        if self._ps is None or action is not self._wanted_config:
+        if self._server.process is None or action is not self._wanted_config:
             return
         self._context.store.keep_attempt(self.job, action.attempt)
         try:
-            status = await self._ps.configure(action)
+            status = await self._server.process.configure(action)
             self.feed(PartitionConfigured(action.attempt, status.round, action.halt))
         except GeofedError as error:
             self._context.log(self.job, "agent", f"the parameter server could not be configured: {error}")
@@ -662,7 +499,7 @@ class PartitionRunner:
         """Call a worker; returns how it ended."""
         context, plan = self._context, self.start.plan
         context.store.keep_attempt(self.job, action.attempt)
-        body = await self._invocations.body(action, self._row, gpu_numbers)
+        body = await self._invocations.body(action, self._server.row, gpu_numbers)
         begun = time.time()
         number = context.store.invocation_begun(self.job, begun, preemptible=action.preemptible)
         self.meter.invocation_begun(number, begun, plan.memory_mb, preemptible=action.preemptible)
@@ -707,18 +544,18 @@ class PartitionRunner:
         self.feed(Retry(action.attempt))
 
     async def _publish(self) -> None:
-        if self._ps is None:
+        if self._server.process is None:
             raise GeofedError("UNAVAILABLE", "the parameter server is not running")
         with self._trace.span("upload model"):
-            digest = await self._context.publish_model(self.job, self._ps, 0)
+            digest = await self._context.publish_model(self.job, self._server.process, 0)
         self.feed(Published(digest))
 
     async def _keep(self, round_: int) -> None:
         """Upload the model of an evaluated round. The job continues without it if that fails."""
         try:
-            if self._ps is None:
+            if self._server.process is None:
                 raise GeofedError("UNAVAILABLE", "the parameter server is not running")
-            digest = await self._context.publish_model(self.job, self._ps, round_)
+            digest = await self._context.publish_model(self.job, self._server.process, round_)
             answer = agent_pb2.UploadedModel(round=round_, blob_digest=digest)
         except GeofedError as error:
             answer = agent_pb2.UploadedModel(round=round_, error=error.message)
@@ -728,7 +565,7 @@ class PartitionRunner:
 
     async def _shut_down(self, action: ShutDown) -> None:
         await self._logs.catch_up()
-        await _cancel(self._tasks - {asyncio.current_task()})
+        await cancel_all([task for task in self._tasks if task is not asyncio.current_task()])
         self.feed(ShutDownFinished())
         await self._function.delete()
         self._devices.release()
@@ -739,11 +576,3 @@ class PartitionRunner:
         if action.discard:
             await asyncio.to_thread(remove_all_but_own_model, self._folder)
             await asyncio.to_thread(shutil.rmtree, self._shards.folder, ignore_errors=True)
-
-
-async def _cancel(tasks: Collection[asyncio.Task[Any] | None]) -> None:
-    """Cancel tasks and wait until they have ended."""
-    running = [task for task in tasks if task is not None]
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)

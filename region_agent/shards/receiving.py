@@ -21,7 +21,7 @@ from geofed_pb.security.access import AccessInterceptor
 from geofed_pb.tasks import background
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from region_agent.config import RegionConfig
-from region_agent.partition.server_process import free_ports
+from region_agent.partition.server.process import free_ports
 from region_agent.shards.listing import MAX_LIST_BYTES, ShardManifest, read_list
 from region_agent.worker.invocation import ShardFile
 from sync.file_transfer.access import EXCHANGE_RULES, PeerCheck, end_revoked

@@ -25,9 +25,10 @@ from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
 from region_agent.isolation import isolation_of
 from region_agent.link.identity import Identity
 from region_agent.partition.channel import RegionChannel
+from region_agent.partition.context import PartitionContext
 from region_agent.partition.events import PublishAsked, RecordEvent, Stopped
-from region_agent.partition.runner import PartitionContext, PartitionRunner
-from region_agent.partition.server_process import PsProcess
+from region_agent.partition.runner import PartitionRunner
+from region_agent.partition.server.process import PsProcess
 from region_agent.state.store import AgentStore
 from region_agent.tasks.folder import TaskFolder
 from region_agent.worker.data.shard import BatchStream

@@ -37,7 +37,7 @@ from region_agent.partition.batches import BatchPlan
 from region_agent.partition.events import SendReport, ShutDown, ShutDownFinished
 from region_agent.partition.machine import PartitionMachine
 from region_agent.partition.runner import PartitionRunner
-from region_agent.partition.server_process import PsProcess
+from region_agent.partition.server.process import PsProcess
 from region_agent.profiling import Profiler
 from region_agent.shards import receiving
 from region_agent.shards.receiving import ShardPort

@@ -35,7 +35,7 @@ from region_agent.partition.events import (
 )
 from region_agent.partition.machine import PartitionMachine
 from region_agent.partition.runner import PartitionRunner
-from region_agent.partition.server_process import PsProcess
+from region_agent.partition.server.process import PsProcess
 from region_agent.state.audit_log import exported
 from region_agent.state.store import AgentStore
 from sync.framing import digest_of

@@ -31,9 +31,10 @@ from region_agent.link.identity import Identity
 from region_agent.partition import invocation_bodies
 from region_agent.partition.calls import whole_pipelines
 from region_agent.partition.channel import RegionChannel
+from region_agent.partition.context import PartitionContext
 from region_agent.partition.events import ConfigurePs, RecordEvent, Scaled, Stopped, WorkerEnded
 from region_agent.partition.invocation_bodies import HeldDevices
-from region_agent.partition.runner import PartitionContext, PartitionRunner
+from region_agent.partition.runner import PartitionRunner
 from region_agent.privacy import PrivacyGuard
 from region_agent.state.store import AgentStore
 from region_agent.tasks.folder import TaskFolder
@@ -579,7 +580,7 @@ def test_a_killed_server_comes_back_under_its_ports_and_the_workers_stay(tmp_pat
         os.kill(before.pid, signal.SIGKILL)
         await scene.until(lambda: [h.kind for h in scene.events] == ["ps-ended"])
         assert scene.events[0].text.endswith("the parameter server ended with signal SIGKILL")
-        await scene.until(lambda: scene.partition._ps is not None)
+        await scene.until(lambda: scene.partition._server.process is not None)
         assert scene.server().pid != before.pid
         assert scene.partition.machine.ps_address == address
         assert len(scene.gateway.calls) == 1
@@ -592,7 +593,7 @@ def test_workers_come_though_the_server_could_not_be_told_of_their_attempt_at_fi
 
     async def act(scene: Scene) -> None:
         await scene.training()
-        ps = scene.partition._ps
+        ps = scene.partition._server.process
         assert ps is not None
         configure, unheard = ps.configure, True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from geofed_pb.v1 import sync_pb2
-from region_agent.partition.server_events import ServerEvents
+from region_agent.partition.server.events import ServerEvents
 
 
 def test_a_decision_is_told_once_however_often_it_is_repeated() -> None:

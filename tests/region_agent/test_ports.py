@@ -16,7 +16,7 @@ from region_agent import doctor
 from region_agent.config import RegionConfig
 from region_agent.doctor import examine
 from region_agent.link.identity import Identity
-from region_agent.partition.server_process import free_ports
+from region_agent.partition.server.process import free_ports
 
 HOST = "127.0.0.1"
 NONE = (0, 0, 0)

@@ -24,7 +24,7 @@ from region_agent.config._data import PrivacyBudget
 from region_agent.gateway.device_blocks import DeviceBlocks
 from region_agent.gateway.functions import Isolation
 from region_agent.partition.channel import RegionChannel
-from region_agent.partition.runner import PartitionContext
+from region_agent.partition.context import PartitionContext
 from region_agent.privacy import labels_that_leave
 from region_agent.profiling import Profiler
 from region_agent.tasks.folder import TaskFolder
