@@ -28,7 +28,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.fork_server import ExecStarter
 from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2
-from region_agent.daemon import Agent
+from region_agent.daemon.jobs import RegionJobs
 from region_agent.gateway.embedded import provider
 from region_agent.gateway.embedded.async_queue import AsyncQueue, QueuedCall
 from region_agent.gateway.embedded.replica_table import ReplicaExited
@@ -173,8 +173,8 @@ async def _agent_of_a_region() -> None:
     reports: list[Any] = []
     hub = SimpleNamespace(report=lambda report, durable: reports.append(report))
     logs, audit = SimpleNamespace(flush_job=lambda job: None), SimpleNamespace(note=lambda report: None)
-    agent = _bare(Agent, _hub=hub, _logs=logs, _audit=audit, _closing=set())
-    agent._run_to_end(_broken(), "j", 2)
+    jobs = _bare(RegionJobs, _hub=hub, _logs=logs, _audit=audit, _closing=set())
+    jobs._run_to_end(_broken(), "j", 2)
     await _soon(lambda: reports)
     assert (reports[0].job, reports[0].epoch, reports[0].state, reports[0].error.code) == ("j", 2, "failed", "INTERNAL")
 

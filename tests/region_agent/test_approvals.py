@@ -20,6 +20,7 @@ from region_agent.approvals import Approvals
 from region_agent.cli import app
 from region_agent.config import DatasetConfig, RegionConfig
 from region_agent.daemon import Agent
+from region_agent.daemon.jobs import RegionJobs
 from region_agent.link.identity import Identity, JoinedFederation
 from region_agent.policy import check_partition
 from region_agent.profiling import _as_partition
@@ -285,28 +286,28 @@ def test_a_job_waits_for_the_operator_also_over_a_restart_and_then_starts(
     )
     settings = config(tmp_path, approve="first-run")
     started: list[str] = []
-    monkeypatch.setattr(Agent, "_start_partition", lambda self, command: started.append(command.job))
+    monkeypatch.setattr(RegionJobs, "_start_partition", lambda self, command: started.append(command.job))
 
     async def scenario() -> None:
         agent = Agent(settings, tmp_path)
-        agent.start(1, start("job-1", signer=ann))
-        agent.start(2, start("job-2", signer=ann))
-        agent._start_approved()
+        agent.jobs.start(1, start("job-1", signer=ann))
+        agent.jobs.start(2, start("job-2", signer=ann))
+        agent.jobs.start_approved()
         assert started == []
         assert [one["job"] for one in agent._status(0.0).pending] == ["job-1", "job-2"]
-        agent.stop(3, agent_pb2.StopPartition(job="job-2", epoch=1))
+        agent.jobs.stop(3, agent_pb2.StopPartition(job="job-2", epoch=1))
         agent._store.close()
         again = Agent(settings, tmp_path)
         for row in again._store.open_partitions():
-            again._start_or_wait(agent_pb2.StartPartition.FromString(row.start))
+            again.jobs._start_or_wait(agent_pb2.StartPartition.FromString(row.start))
         assert started == []
         listed = CliRunner().invoke(app, ["pending", "--state-dir", str(tmp_path), "-o", "json"])
         assert [one["job"] for one in json.loads(listed.stdout)["data"]] == ["job-1"]
         approve = ["approve", "job-1", "--as", "dr. eve", "--state-dir", str(tmp_path)]
         assert CliRunner().invoke(app, approve).exit_code == 0
-        again._start_approved()
+        again.jobs.start_approved()
         assert started == ["job-1"]
-        again.start(4, start("job-3", signer=ann))
+        again.jobs.start(4, start("job-3", signer=ann))
         assert started == ["job-1", "job-3"], "the code is approved"
         again._store.close()
 
@@ -328,7 +329,7 @@ def test_a_start_that_cannot_be_recorded_is_reported_once_until_it_can(
         JoinedFederation("east", "127.0.0.1:9", "test"), tls.key_pem, tls.certificate_pem, tls.ca_pem
     )
     started: list[str] = []
-    monkeypatch.setattr(Agent, "_start_partition", lambda self, command: started.append(command.job))
+    monkeypatch.setattr(RegionJobs, "_start_partition", lambda self, command: started.append(command.job))
     full = [True]
 
     def starting(*_: object, **__: object) -> None:
@@ -339,9 +340,9 @@ def test_a_start_that_cannot_be_recorded_is_reported_once_until_it_can(
         agent = Agent(config(tmp_path), tmp_path)
         monkeypatch.setattr(agent._audit, "starting", starting)
         with capture_logs() as logs:
-            agent.start(1, start("job-1", signer=ann))
+            agent.jobs.start(1, start("job-1", signer=ann))
             for _ in range(3):
-                agent._start_approved()
+                agent.jobs.start_approved()
         assert [line["event"] for line in logs].count("a job waits until its start can be recorded") == 1
         told = agent._hub._latest["partition job-1"].partition
         assert (told.state, told.condition) == (
@@ -349,7 +350,7 @@ def test_a_start_that_cannot_be_recorded_is_reported_once_until_it_can(
         )  # fmt: skip
         assert started == []
         full[0] = False
-        agent._start_approved()
+        agent.jobs.start_approved()
         assert started == ["job-1"]
         agent._store.close()
 
@@ -365,7 +366,7 @@ def test_whoever_is_not_allowed_is_refused_before_anything_waits(tmp_path: Path,
 
     async def scenario() -> None:
         agent = Agent(settings, tmp_path)
-        agent.start(1, start("job-1", signer=ann))
+        agent.jobs.start(1, start("job-1", signer=ann))
         assert list(agent._approvals.pending()) == []
         agent._store.close()
 

@@ -16,10 +16,10 @@ from support.pki import Authority
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
-from region_agent import daemon
 from region_agent.capacity import set_preemptible_workers
 from region_agent.config import RegionConfig
-from region_agent.daemon import Agent
+from region_agent.daemon import Agent, jobs
+from region_agent.daemon.jobs import RegionJobs
 from region_agent.gateway import GatewayClient
 from region_agent.link.identity import Identity, JoinedFederation
 from region_agent.partition.events import (
@@ -72,7 +72,7 @@ def test_what_was_spent_is_not_known_after_a_restore(tmp_path: Path) -> None:
     Identity(tmp_path).store(JoinedFederation("east", "127.0.0.1:9", "test"), b"", b"", b"")
     agent = Agent(config, tmp_path)
     assert agent._privacy.spent("job") is None
-    agent.state_restored()
+    agent.jobs.state_restored()
     with pytest.raises(GeofedError, match="restored from a copy"):
         agent._privacy.rate("job")
 
@@ -88,7 +88,7 @@ def test_only_those_that_are_at_work_lose_preemptible_workers_the_latest_first(t
     agent = Agent(config, tmp_path)
     ended, first, second = _Played("ended", 4), _Played("first", 4), _Played("second", 2)
     ended.finish()
-    agent._partitions = {played.job: played for played in (first, ended, second)}  # type: ignore[dict-item, misc]
+    agent.jobs.partitions = {played.job: played for played in (first, ended, second)}  # type: ignore[dict-item, misc]
     agent._update_capacity()
     assert (first.machine.workers, second.machine.workers) == (4, 2), "there are workers for all that train"
     set_preemptible_workers(tmp_path, 3)
@@ -155,7 +155,7 @@ def test_a_stop_that_a_crash_cut_short_is_carried_out_by_the_next_start(
 
     monkeypatch.setattr(GatewayClient, "delete", delete)
     monkeypatch.setattr(GatewayClient, "list", listed)
-    monkeypatch.setattr(daemon, "_CLOSING_SECONDS", 0.1)
+    monkeypatch.setattr(jobs, "_CLOSING_SECONDS", 0.1)
     store = asyncio.run(run())
     assert [row.job for row, _ in store.stopped_partitions()] == ["job-1"]
     store.close()
@@ -222,7 +222,7 @@ def test_a_budget_ends_jobs_without_noise_that_were_stored_before_it(
             agent._approvals.approve("job-1")
         await _until(lambda: told()[-1].state != "accepted")
         reports = told()
-        agent.stop(2, agent_pb2.StopPartition(job="job-1", epoch=1, discard=True))
+        agent.jobs.stop(2, agent_pb2.StopPartition(job="job-1", epoch=1, discard=True))
         await _until(lambda: agent._store.partition("job-1") is None)
         agent.stopped.set()
         await running
@@ -255,11 +255,11 @@ def test_an_order_for_a_shard_is_kept_until_the_job_ends_or_refused_at_once(tmp_
 
     async def run() -> list[bytes]:
         agent = Agent(config, tmp_path)
-        agent.send_shard(1, order)
+        agent.jobs.send_shard(1, order)
         kept = [message for message, _ in agent._store.sendings()]
         agent._store.add_to_meters("job-1", {"sent_bytes:west": 5.0})
-        agent.stop(2, agent_pb2.StopPartition(job="job-1", epoch=1))
-        await asyncio.gather(*agent._closing)
+        agent.jobs.stop(2, agent_pb2.StopPartition(job="job-1", epoch=1))
+        await asyncio.gather(*agent.jobs._closing)
         assert agent._store.command_cursor() == 2
         assert not agent._store.sendings()
         assert not agent._store.meters("job-1") or residency == "region"
@@ -297,7 +297,7 @@ def test_only_the_job_that_takes_too_much_disk_space_fails(tmp_path: Path, monke
         def feed(self, event: Event) -> None:
             self.machine.handle(event)
 
-    monkeypatch.setattr(daemon, "_QUOTA_SECONDS", 0.001)
+    monkeypatch.setattr(jobs, "_QUOTA_SECONDS", 0.001)
     large, small = Fed("large", 1), Fed("small", 1)
     for job, size in (("large", 1_500_000), ("small", 500_000)):
         (tmp_path / "jobs" / job).mkdir(parents=True)
@@ -307,8 +307,8 @@ def test_only_the_job_that_takes_too_much_disk_space_fails(tmp_path: Path, monke
 
     async def run() -> None:
         agent = _agent_in(tmp_path)
-        agent._partitions = {played.job: played for played in (small, large)}  # type: ignore[dict-item, misc]
-        watching = asyncio.create_task(agent._watch_disk(2))
+        agent.jobs.partitions = {played.job: played for played in (small, large)}  # type: ignore[dict-item, misc]
+        watching = asyncio.create_task(agent.jobs.watch_disk(2))
         await _until(lambda: large.machine.over)
         await asyncio.sleep(0.02)
         watching.cancel()
@@ -332,9 +332,9 @@ def test_a_deleted_job_that_is_not_known_leaves_nothing(tmp_path: Path) -> None:
     async def run() -> list[bytes]:
         agent = _agent_in(tmp_path)
         stop = agent_pb2.StopPartition(job="job-1", discard=True, deleted=True, bundle_digest=f"sha256:{'a' * 64}")
-        agent.stop(5, stop)
+        agent.jobs.stop(5, stop)
         assert agent._store.command_cursor() == 5, "it is stored before it is carried out"
-        await asyncio.gather(*agent._closing)
+        await asyncio.gather(*agent.jobs._closing)
         told = [raw for _, raw in agent._store.reports_after(0)]
         agent._store.close()
         return told
@@ -351,7 +351,7 @@ def test_folders_in_the_state_directory_are_told_as_absolute_paths(
     """Parameter servers and workers run in other directories; without shared memory the channel is there."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "state").mkdir()
-    monkeypatch.setattr(daemon.os, "access", lambda path, mode: str(path) != "/dev/shm")
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/dev/shm")
     config = RegionConfig.model_validate(
         {
             "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
@@ -376,10 +376,10 @@ def test_the_audit_log_tells_of_jobs_that_wait_shards_that_go_and_failures(
     )  # fmt: skip
     Identity(tmp_path).store(JoinedFederation("east", "127.0.0.1:9", "test"), b"", b"", b"")
     for name in ("check_partition", "check_isolation"):
-        monkeypatch.setattr(daemon, name, lambda *_: None)
+        monkeypatch.setattr(jobs, name, lambda *_: None)
     begun: list[str] = []
-    monkeypatch.setattr(Agent, "_start_partition", lambda self, command: begun.append(command.job))
-    monkeypatch.setattr(daemon.Sending, "begin", lambda self: None)
+    monkeypatch.setattr(RegionJobs, "_start_partition", lambda self, command: begun.append(command.job))
+    monkeypatch.setattr(jobs.Sending, "begin", lambda self: None)
 
     def no_space(*_: object, **__: object) -> None:
         raise GeofedError("DISK_FULL", "x")
@@ -390,28 +390,28 @@ def test_the_audit_log_tells_of_jobs_that_wait_shards_that_go_and_failures(
     async def run() -> list[agent_pb2.PartitionReport]:
         agent = Agent(config, tmp_path)
         for seq, job in enumerate(("one", "two"), start=1):
-            agent.start(seq, agent_pb2.StartPartition(job=job, epoch=1, region="east", regions=["east"]))
+            agent.jobs.start(seq, agent_pb2.StartPartition(job=job, epoch=1, region="east", regions=["east"]))
         agent._approvals.approve("one")
         with monkeypatch.context() as full:
             full.setattr(agent._store, "add_audit", no_space)
-            agent._start_approved()
+            agent.jobs.start_approved()
             assert not begun, "it starts only with its entry"
-        agent._start_approved()
-        agent._start_approved()
+        agent.jobs.start_approved()
+        agent.jobs.start_approved()
         assert begun == ["one"]
-        agent.stop(3, agent_pb2.StopPartition(job="two", epoch=1))
-        agent._run_to_end(fails(), "one", 1)
-        await _until(lambda: not agent._closing)
+        agent.jobs.stop(3, agent_pb2.StopPartition(job="two", epoch=1))
+        agent.jobs._run_to_end(fails(), "one", 1)
+        await _until(lambda: not agent.jobs._closing)
         order = agent_pb2.SendShard(job="three", epoch=1, dataset="digits", to="west", address="127.0.0.1:1")
-        agent.send_shard(4, order)
-        sending = agent._sendings["three"]
+        agent.jobs.send_shard(4, order)
+        sending = agent.jobs.sendings["three"]
         data = {"to": "west", "digest": "sha256:1", "bytes": 7, "epoch": 1}
         for _ in range(3):
             sending._context.record_event("three", RecordEvent("shard.sending", "", data))
         agent._store.add_to_meters("three", {"sent_bytes:west": 5.0})
         sending._unforeseen(GeofedError("LIMIT_EXCEEDED", "x"))
-        agent.stop(5, agent_pb2.StopPartition(job="three", epoch=1))
-        await _until(lambda: not agent._closing)
+        agent.jobs.stop(5, agent_pb2.StopPartition(job="three", epoch=1))
+        await _until(lambda: not agent.jobs._closing)
         told = [agent_pb2.FromAgent.FromString(raw).partition for _, raw in agent._store.reports_after(0)]
         agent._store.close()
         return told
