@@ -79,6 +79,15 @@ class _Hello:
     """Seconds until its platform ends it."""
 
 
+@dataclass(frozen=True)
+class _Dismissed:
+    """A replica that was given up and has not asked again since."""
+
+    token: str
+    until: float
+    """When it is no longer waited for, by the monotonic clock."""
+
+
 class _Unexpected(Exception):
     """A first line of a replica that nobody expects."""
 
@@ -118,9 +127,8 @@ class DialledConnections:
         self._server: asyncio.Server | None = None
         self._strangers: dict[str, dict[asyncio.Task[Any], None]] = {}
         """What accepts the connections that have not said yet whose they are, by the other side's address."""
-        self._dismissed: dict[str, float] = {}
-        """Replicas that end only if they are told so, and have not asked again since they were given up: until when
-        they are waited for, by the monotonic clock."""
+        self._dismissed: dict[str, _Dismissed] = {}
+        """Replicas that end only if they are told so."""
         self._address, self._certificate = "", ""
         self._context: ssl.SSLContext
 
@@ -151,7 +159,7 @@ class DialledConnections:
         those that were given up a moment before."""
         for replica in list(self._expected):
             self.forget(replica)
-        while any(until > time.monotonic() for until in self._dismissed.values()):  # noqa: ASYNC110 - a bounded wait
+        while any(one.until > time.monotonic() for one in self._dismissed.values()):  # noqa: ASYNC110 - a bounded wait
             await asyncio.sleep(0.05)
         if self._server is not None:
             self._server.close()
@@ -167,9 +175,9 @@ class DialledConnections:
         expected = self._expected.pop(replica, None)
         if expected is None:
             return
-        self._dismissed = {name: until for name, until in self._dismissed.items() if until > now}
+        self._dismissed = {name: one for name, one in self._dismissed.items() if one.until > now}
         if expected.listener is not None and connected and not expected.over:
-            self._dismissed[replica] = now + _TOLD_SECONDS
+            self._dismissed[replica] = _Dismissed(expected.token, now + _TOLD_SECONDS)
         for writer in expected.open:
             writer.transport.abort()
         while not expected.connections.empty():
@@ -291,8 +299,10 @@ class DialledConnections:
         seconds = float(left) if left else None
         if seconds is not None and not 0 <= seconds < math.inf:
             raise ValueError("no time")
-        known = expected.token if expected is not None else secrets.token_hex(32)
-        if not hmac.compare_digest(token.encode(), known.encode()) or expected is None:
+        known = expected or self._dismissed.get(replica)
+        if not hmac.compare_digest(token.encode(), (known.token if known else secrets.token_hex(32)).encode()):
+            raise _Unexpected
+        if expected is None:
             if use in ("", CALLS):
                 # A refused connection for output ends no invocation.
                 self._dismissed.pop(replica, None)

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 from fnmatch import fnmatch
 from functools import partial
@@ -887,12 +888,14 @@ async def test_a_replica_that_was_given_up_a_moment_before_the_gateway_ends_is_t
     (await asyncio.to_thread(ended.connect, ended.context, use=END, reason="time", text="over")).close()
     dialled.forget("one")
     stopping = asyncio.create_task(dialled.stop())
-    # Output that nobody takes ends no invocation: only what asks for calls has been told.
-    for use in (OUTPUT, ""):
+    # Output that nobody takes ends no invocation, and who knows the replica's name is not the replica: only what asks
+    # for calls with its token has been told.
+    stranger = replace(dial, token="0" * 64)
+    for who, use in ((dial, OUTPUT), (stranger, ""), (dial, "")):
         await asyncio.sleep(0.2)
         assert not stopping.done()
         with pytest.raises(ReplicaRefused):
-            await asyncio.to_thread(partial(dial.connect, dial.context, use=use))
+            await asyncio.to_thread(partial(who.connect, who.context, use=use))
     # The other one, which has said that it has ended, is not waited for.
     begun = time.monotonic()
     await stopping
