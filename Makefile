@@ -48,7 +48,7 @@ check: .venv/.ready-dev ## Lint, types, import rules, and whether generated code
 
 setup: .venv/.ready-dev ## Install everything for development
 
-proto: .venv/.ready-dev ## Generate the wire code anew
+proto: .venv/.ready-dev ## Generate the wire code again
 	@PYTHON="$(CURDIR)/$(PYTHON)" sh proto/generate.sh
 
 clean: ## Remove the virtual environment and all state

@@ -73,7 +73,7 @@ class BlobStore:
             # An upload may have been completed in between, and moved its file.
             whole = self.size(digest)
         if whole is not None:
-            # Who asks for it is about to use it, so its retention begins anew.
+            # Who asks for it is about to use it, so its retention begins again.
             with suppress(OSError):
                 os.utime(self.path(digest))
         return common_pb2.BlobAck(digest=digest, have_bytes=whole or 0, complete=whole is not None)

@@ -236,7 +236,7 @@ async def _lead(
 
 
 def _stepping_down(leading: LeaderState) -> Callable[[GeofedError], None]:
-    """Return what ends the leadership after a failure of a task, so that all begins anew from the stored state."""
+    """Return what ends the leadership after a failure of a task, so that all begins again from the stored state."""
     return lambda error: leading.step_down(f"a task has failed: {error}")
 
 

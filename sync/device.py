@@ -27,7 +27,7 @@ def finish(where: torch.device) -> None:
 
 
 def reset_device_peak(where: torch.device) -> None:
-    """Begin anew to note the most memory of a GPU that tensors take."""
+    """Reset the peak of a GPU's memory that tensors take."""
     if where.type == "cuda":
         torch.cuda.reset_peak_memory_stats(where)
 

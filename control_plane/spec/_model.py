@@ -276,7 +276,7 @@ class JobSpec(Section):
             (not wan.traits.sums, f"`advanced.wan.policy: {wan.policy}`, which gives out changes under way"),
             (
                 wan.exchange == "background",
-                "`advanced.wan.exchange: background`: workers go on from a model without noise",
+                "`advanced.wan.exchange: background`: workers continue from a model without noise",
             ),
             (wan.quorum is not None, "`advanced.wan.quorum`, which is for exchange in the background"),
             (wan.lead is not None, "`advanced.wan.lead`, which is for exchange in the background"),

@@ -113,13 +113,13 @@ def put(
 
 @cache
 def _insert_into(table: Table) -> Insert:
-    """Return the insertion of a row; making it anew takes longer than the insertion."""
+    """Return the insertion of a row; building it takes longer than the insertion."""
     return insert(table)
 
 
 @cache
 def _update_of(table: Table, key: tuple[str, ...], columns: tuple[str, ...]) -> Update:
-    """Return the update of a row, by parameters `found_NAME` of the key and `new_NAME` of the columns. Making it anew
+    """Return the update of a row, by parameters `found_NAME` of the key and `new_NAME` of the columns. Building it
     takes longer than the update."""
     where = and_(*(table.c[name] == bindparam(f"found_{name}") for name in key))
     return update(table).where(where).values({name: bindparam(f"new_{name}") for name in columns})

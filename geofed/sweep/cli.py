@@ -37,7 +37,7 @@ def sweep_command(context: Path | None, sweep_file: Path, *, dry_run: bool, yes:
     if not yes and can_ask():
         say(_plan_text(ask(lambda client: planned_sweep(client, loaded))) + "\n")
         confirm("Run this sweep?", yes=False)
-    detach = f"detached; trials that run continue. Run it again to go on: geofed sweep {sweep_file}"
+    detach = f"detached; trials that run continue. Run it again to continue: geofed sweep {sweep_file}"
     told = ask(lambda client: run_sweep(client, loaded, lambda row: say(_line(row, loaded.metric))), detach)
     emit(told, table=_trials_text, name=lambda data: str(data["best"]["job"]) if data["best"] else "")
 

@@ -302,7 +302,7 @@ class Agent:
         while True:
             with suppress(OSError, ValueError):
                 if (found := self._identity.certificate.serial_number) != shown:
-                    # Servers use it for each new connection; the session is opened anew with it.
+                    # Servers use it for each new connection; the session is opened again with it.
                     shown = found
                     self._hub.open_new_session()
             if self._hub.connected and self._identity.renewal_due_in(time.time()) < 0:

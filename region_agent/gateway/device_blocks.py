@@ -9,7 +9,7 @@ class DeviceBlocks:
     """Devices of one machine, numbered from 0 so that neighbours are near, and the workers that have them.
 
     A worker has its devices until they are released. They are an aligned block of neighbours where one is free, and
-    else the largest aligned blocks that are: a worker whose devices are moved would load its model anew, so none are.
+    else the largest aligned blocks that are: a worker whose devices are moved would load its model again, so none are.
     """
 
     def __init__(self, devices: int) -> None:

@@ -214,7 +214,7 @@ class _Keeper:
 def connections_for(calls: int) -> int:
     """Return how many connections a function keeps open that answers so many calls at the same time.
 
-    One more than the calls: a gateway that has just ended a call needs a connection before that one is made anew.
+    One more than the calls: a gateway that has just ended a call needs a connection before that one is made again.
     """
     return min(calls, _MOST_CONNECTIONS) + 1
 

@@ -1,4 +1,4 @@
-"""Heads of the control plane's audit log, which a region keeps: they show later whether the log was written anew
+"""Heads of the control plane's audit log, which a region keeps: they show later whether the log was rewritten
 (`geofed audit verify --witness`)."""
 
 from __future__ import annotations
@@ -113,6 +113,6 @@ def _conflict(known: list[Head], head: Head) -> str:
     if (same is not None and same.hash != head.hash) or (known and head.seq < known[-1].seq):
         return (
             f"the control plane's audit log of {head.seq} entries is another one than before: it was restored from a "
-            "backup, or written anew"
+            "backup, or rewritten"
         )
     return ""

@@ -49,7 +49,7 @@ class Blobs:
         kept = folder / digest.removeprefix("sha256:")
         if kept.exists() and digest_of([data := kept.read_bytes()]) == digest:
             with suppress(FileNotFoundError):
-                os.utime(kept)  # its retention begins anew
+                os.utime(kept)  # its retention begins again
             return data
         data = await self._hub.fetch_blob(digest)
         write_durably(kept, [data])

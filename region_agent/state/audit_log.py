@@ -1,7 +1,7 @@
 """The region's own audit log: what the agent let run on its data, and what left the region.
 
 It does not depend on what the control plane records, and each gives the other the head of its log, so that neither can
-write its log anew unnoticed.
+write its log again unnoticed.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ SPARE_FOLDER = ".spare"
 """Folder of a channel's spare files."""
 
 MIN_BYTES = 1 << 18
-"""Files of smaller values are not reused: writing them anew is cheaper."""
+"""Files of smaller values are not reused: writing them again is cheaper."""
 _MAX_BYTES = 1 << 30
 """Total size of a channel's spare files, at most, if there is more than one: two models of 500 MB. A choice."""
 _MAX_FRACTION = 0.125

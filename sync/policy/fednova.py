@@ -17,7 +17,7 @@ class NormalizedAverage:
     """base + t * sum of p_i * d_i / a_i, with p_i region i's share of the data, d_i its change in a round, a_i its
     local steps in the round, and t = sum of p_i * a_i.
 
-    a_i is the paper's for SGD. Its other one for momentum is of optimisers that begin anew in each round. Those of
+    a_i is the paper's for SGD. Its other one for momentum is of optimisers that begin again in each round. Those of
     workers do not: with momentum m each gradient enters later steps 1 / (1 - m) times in all, in whichever round, so
     changes are in proportion to the number of steps there, too.
     """

@@ -6,7 +6,7 @@ and are held back until they are due; TCP itself is not slowed down, so there is
 half of the latency each way, and passes a connection's bytes on in order.
 
 Run as a program with a profile in JSON it prints its ports. The first port is the control's:
-``GET /-/counts`` answers the requests by kind and the bytes of values so far, and begins anew; ``GET /-/drop`` forgets
+``GET /-/counts`` answers the requests by kind and the bytes of values so far, and begins again; ``GET /-/drop`` forgets
 all values.
 """
 

@@ -96,7 +96,7 @@ class _Update:
 
 
 class Samples:
-    """Batches of a region's samples, shuffled anew in every pass."""
+    """Batches of a region's samples, shuffled again in every pass."""
 
     def __init__(self, data: Data, mine: npt.NDArray[np.int64], batch: int, seed: tuple[int, ...]) -> None:
         self._data, self._mine, self._batch = data, mine, batch

@@ -500,7 +500,7 @@ def test_a_loss_that_is_no_number_survives_storage() -> None:
     assert part.report.loss != part.report.loss
 
 
-def test_a_region_is_told_its_workers_again_when_it_gets_its_orders_anew() -> None:
+def test_a_region_is_told_its_workers_again_when_it_gets_its_orders_again() -> None:
     machine = fresh("a", "b")
     assert machine.handle(ScaleRequested(1.0, {"a": 3})) == [], "nothing runs yet"
     machine.handle(Planned(1.0))
@@ -544,7 +544,7 @@ def replanned() -> JobMachine:
     return machine
 
 
-def test_a_job_that_is_planned_anew_ends_with_the_job_that_goes_on() -> None:
+def test_a_job_that_is_planned_again_ends_with_the_job_that_goes_on() -> None:
     machine = replanned()
     late = Report(
         1, "stopped", meter=1, totals=MeterTotals(money=(Charge("function-seconds", 1.0, "GB-s", 0.5, "file"),))

@@ -119,7 +119,7 @@ def test_a_secure_job_continues_with_new_keys_and_without_the_region(serve_confi
             # Nor is the job itself made again without the region: its first rounds were summed with it.
             for n, masks in enumerate((SECURE, ())):
                 error = await refused(
-                    stage.submit(job_file, f"anew-{n}", ("train.end.steps=40", *masks, "regions.avoid=[d]")),
+                    stage.submit(job_file, f"again-{n}", ("train.end.steps=40", *masks, "regions.avoid=[d]")),
                     "INADMISSIBLE",
                 )
                 assert f"{job} trains from the same model, and differs by d" in error.message
@@ -331,7 +331,7 @@ def test_a_second_region_drops_out_before_a_round_is_merged(serve_config: ServeC
             assert (done.state, done.successor, done.error.code) == ("failed", "", "REGION_LOST")
             assert f"{job} trains from the same model, and differs by d" in done.error.message
             settings = ("train.end.steps=4", *SECURE, f"train.initialModel.job={job}", "regions.avoid=[d]")
-            await refused(stage.submit(job_file, "anew", settings), "INADMISSIBLE")
+            await refused(stage.submit(job_file, "again", settings), "INADMISSIBLE")
 
     run(scenario())
 

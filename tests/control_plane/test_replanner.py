@@ -321,7 +321,7 @@ def test_a_promise_that_cannot_be_given_again_is_told_and_the_job_goes_on(
     run(scenario())
 
 
-def test_what_is_planned_anew_must_run_and_be_ones_own(serve_config: ServeConfig, job_file: Path) -> None:
+def test_what_is_planned_again_must_run_and_be_ones_own(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
             a, b = await bring_up(stage)
@@ -412,7 +412,7 @@ def test_what_is_left_of_a_job(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=budget(40))
 @given(st.integers(1, 400), st.lists(st.integers(0, 12), max_size=6))
-def test_however_often_it_is_planned_anew_all_is_trained_once(steps: int, ends: list[int]) -> None:
+def test_however_often_it_is_planned_again_all_is_trained_once(steps: int, ends: list[int]) -> None:
     """Over jobs of ever fewer steps, each of which ends after some of its rounds; and the schedule continues as one."""
     with TemporaryDirectory() as name:
         job = running(Path(name), f"train.end={{steps: {steps}}}", "train.learningRate={schedule: linear}", done=0)

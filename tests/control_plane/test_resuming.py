@@ -125,7 +125,7 @@ class Conversation(RuleBasedStateMachine):
         shutil.copytree(self._folder / f"{end}-copy", self._folder / end)
         self._up(end)
         self._restored = True
-        # What was said before is told anew by the orders that follow; what is said from now on must arrive.
+        # What was said before is told again by the orders that follow; what is said from now on must arrive.
         self._owed_reports.clear()
         self._owed_commands.clear()
 
@@ -245,7 +245,7 @@ async def _agent_put_back(agent: FakeAgent, cursor: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_region_with_an_older_state_gets_its_orders_anew(serve_config: ServeConfig, job_file: Path) -> None:
+def test_a_region_with_an_older_state_gets_its_orders_again(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
             a, b = await bring_up(stage)

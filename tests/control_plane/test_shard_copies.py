@@ -156,14 +156,14 @@ def test_an_address_is_told_once_and_a_new_one_again() -> None:
     assert _told(say(made, "taker", "preparing", shard_address="t:2")) == [("holder", "t:2"), ("keeper", "t:2")]
 
 
-def test_a_taker_that_begins_anew_may_ask_at_the_same_address() -> None:
+def test_a_taker_that_begins_again_may_ask_at_the_same_address() -> None:
     made = waiting()
     say(made, "holder", "sent")
     assert _started(made.handle(RegionLive(2.0, "taker", restarted=True))) == ["taker"]
     assert _told(say(made, "taker", "preparing", shard_address="t:1")) == [("holder", "t:1"), ("keeper", "t:1")]
 
 
-def test_a_source_that_begins_anew_is_told_again_unless_it_was_done() -> None:
+def test_a_source_that_begins_again_is_told_again_unless_it_was_done() -> None:
     made = waiting()
     say(made, "holder", "sent")
     assert _told(made.handle(RegionLive(2.0, "keeper", restarted=True))) == [("keeper", "t:1")]
@@ -243,12 +243,12 @@ def test_what_a_source_has_spent_last_is_in_the_account_of_an_ended_job(phase: A
     )
 
 
-@pytest.mark.parametrize("there", ["here", "anew", "training"])
+@pytest.mark.parametrize("there", ["here", "again", "training"])
 def test_a_source_that_knocks_where_nobody_waits_any_more_fails_nothing(there: str) -> None:
     """The port may be another job's by then."""
     made = waiting()
     say(made, "holder", "sending")
-    if there == "anew":
+    if there == "again":
         made.handle(RegionLive(2.0, "taker", restarted=True))
     else:
         say(made, "taker", "preparing", shards_here=True)
@@ -259,7 +259,7 @@ def test_a_source_that_knocks_where_nobody_waits_any_more_fails_nothing(there: s
     refusal = Failure("FORBIDDEN", "no shard is wanted here for j")
     say(made, "holder", "refused", error=refusal)
     assert not made.state.terminal
-    if there == "anew":
+    if there == "again":
         assert ("holder", "t:1") in _told(say(made, "taker", "preparing", shard_address="t:1")), "it is wanted again"
         say(made, "holder", "refused", error=refusal)
         assert made.state.phase == "failed", "this time it is waited for"
@@ -275,7 +275,7 @@ def test_once_training_has_begun_no_source_goes_on_trying() -> None:
 
 
 def test_a_source_that_was_stopped_and_is_asked_again_is_paid_for_both() -> None:
-    """Its meters begin anew with each order, under the same name."""
+    """Its meters begin again with each order, under the same name."""
     made = waiting()
     spent = Charge("egress to taker", 1.0, "GB", 0.5, "list")
     say(made, "holder", "sending", meter=7, totals=MeterTotals(sent_bytes={"taker": 100}))

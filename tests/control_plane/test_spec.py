@@ -234,7 +234,7 @@ PRIVATE = "privacy.differential={level: sample, epsilon: 3, delta: 1e-5, clipNor
     ("settings", "told"),
     [
         (["wan.policy=asgd-ga"], "`advanced.wan.policy: asgd-ga`, which gives out changes under way"),
-        (["wan.exchange=background"], "`advanced.wan.exchange: background`: workers go on from a model without noise"),
+        (["wan.exchange=background"], "`advanced.wan.exchange: background`: workers continue from a model without"),
         (["wan.exchange=background", "wan.quorum=2"], "`advanced.wan.exchange: background`"),
         (["train.scaling=same-steps"], "`train.scaling"),
         (["data.residency=anywhere"], "`data.residency` other than `region`"),

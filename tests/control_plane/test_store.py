@@ -201,7 +201,7 @@ class Contract:
         assert [command.seq for command in store.commands_after("a", 0)] == [7, 8], "acknowledged by the new session"
         assert store.cursors("a") == Cursors(8, 6, 0)
 
-    def test_a_region_that_joins_anew_may_number_its_reports_anew(self, store: Store) -> None:
+    def test_a_region_that_joins_again_may_number_its_reports_again(self, store: Store) -> None:
         store.commit(Change(regions=(REGION,), commands=(CommandRow("a", "j", b"old"),), report_cursor=("a", 4)))
         store.commit(Change(renumbered_region="a", commands=(CommandRow("a", "j", b"new"),)))
         assert store.cursors("a") == Cursors(2, 0, 0)

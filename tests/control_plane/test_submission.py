@@ -65,7 +65,7 @@ def test_a_large_job_file_is_read_beside_the_event_loop(
     assert threads == [False] * 3
 
 
-def test_a_region_that_changes_while_a_job_is_planned_is_heard_and_the_job_planned_anew(
+def test_a_region_that_changes_while_a_job_is_planned_is_heard_and_the_job_planned_again(
     serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:

@@ -20,6 +20,7 @@ INSTEAD = {
     "weighed": "probed, or evaluated",
     "weighing": "probing, or evaluating",
     "planned anew": "replanned",
+    "anew": "again",
     "beware": "warning",
     "dealt out": "partitioned",
     "goes on": "continues",

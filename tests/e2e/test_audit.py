@@ -25,9 +25,9 @@ def entries(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line["entry"]) for line in lines if "entry" in line]
 
 
-def written_anew(database: Path, after: int, last: int) -> None:
-    """Change an entry of the stored log, drop those beyond another one, and compute all hashes anew, as whoever has the
-    database can."""
+def rewritten(database: Path, after: int, last: int) -> None:
+    """Change an entry of the stored log, drop those beyond another one, and compute all hashes again, as whoever has
+    the database can."""
     with sqlite3.connect(database) as connection:
         connection.execute("DELETE FROM audit WHERE seq > ?", (last,))
         before = GENESIS
@@ -204,7 +204,7 @@ def test_what_was_done_is_recorded_and_cannot_be_changed_unnoticed(tmp_path: Pat
             ),
             (10**6, end["seq"] - 1, "are missing: a witness has received a head with them"),
         ):
-            written_anew(database, after, last)
+            rewritten(database, after, last)
             assert of("audit", "export", str(log)).returncode == 0, "by itself it is a log like any other"
             found_out = of(*verify, check=False)
             assert (found_out.returncode, why in found_out.stderr) == (8, True), found_out.stderr

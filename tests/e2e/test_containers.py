@@ -181,7 +181,7 @@ def test_the_commands_of_the_page_start_a_federation_that_may_do_nothing_but_wha
     check_where_state_is(compose, job["id"])
     check_networks(compose)
     check_monitoring(compose)
-    # The identity is in a volume, and the invitation is spent: an agent that starts anew joins no second time.
+    # The identity is in a volume, and the invitation is spent: an agent that starts again joins no second time.
     compose("restart", "east")
     compose.bash("wait_healthy")
     eventually(lambda: "away" not in compose.run("control-plane", "geofed", "region", "list"), "east is back")

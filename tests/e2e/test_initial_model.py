@@ -176,16 +176,16 @@ def test_what_a_job_starts_from_outlives_deaths(running: Running, trained: dict[
 
 
 @pytest.mark.timeout(500)
-def test_a_job_that_is_planned_anew_goes_on_with_the_region_that_has_come(tmp_path: Path) -> None:
+def test_a_job_that_is_planned_again_goes_on_with_the_region_that_has_come(tmp_path: Path) -> None:
     """First with one that joins, without a word of anybody; then with one that was away, as a user asks for it."""
     frankfurt, shanghai, virginia = digits_sites(tmp_path, ("frankfurt", "shanghai", "virginia"))
     options = ["--lease", "6s"]
     with Federation(tmp_path / "federation", [frankfurt, virginia], serve_options=options) as federation:
         running = Running(federation, tmp_path)
-        _planned_anew(running, shanghai, "synchronous", "auto")
+        _planned_again(running, shanghai, "synchronous", "auto")
         federation.kill("shanghai")
         eventually(lambda: _state(federation, "shanghai") == "lost", "shanghai is gone")
-        _planned_anew(running, shanghai, "background", "asked")
+        _planned_again(running, shanghai, "background", "asked")
 
 
 def _state(federation: LocalFederation, region: str) -> str:
@@ -193,7 +193,7 @@ def _state(federation: LocalFederation, region: str) -> str:
     return found.state
 
 
-def _planned_anew(running: Running, comes: RegionSite, exchange: str, replan: str) -> None:
+def _planned_again(running: Running, comes: RegionSite, exchange: str, replan: str) -> None:
     federation = running.federation
     job = running.submit(
         "train.end.epochs=900", "wan.interval=10", "train.evaluateEvery=0", f"wan.exchange={exchange}",

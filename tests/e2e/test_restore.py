@@ -50,7 +50,7 @@ def _drill(folder: Path, options: tuple[str, ...]) -> None:
         # Nobody knows the one that was submitted later: its regions have stopped it.
         for region in ("bergen", "oslo"):
             eventually(lambda region=region: late not in federation.agent_status(region)["partitions"], "it is stopped")
-        # The one that ended is in the backup as running, and its regions have nothing of it any more: it begins anew,
+        # The one that ended is in the backup as running, and its regions have nothing of it any more: it begins again,
         # or fails with a code.
         federation.control_plane("finish", ending, check=False)
         ended = running.wait_end(ending)

@@ -145,7 +145,7 @@ class ServerRun:
         server.await_ready()
         self._begun.add(server.region)
         if server.region not in self.workers:
-            self.workers[server.region] = NumpyWorker(server, PUSHES[server.region], samples=SAMPLES, begins_anew=True)
+            self.workers[server.region] = NumpyWorker(server, PUSHES[server.region], samples=SAMPLES, begins_again=True)
             self.workers[server.region].start()
         return True
 

@@ -96,7 +96,7 @@ def _read(lines: list[str]) -> list[object] | None:
         return None
 
 
-def test_a_log_that_was_written_anew_is_found_by_whoever_has_an_earlier_head() -> None:
+def test_a_log_that_was_written_again_is_found_by_whoever_has_an_earlier_head() -> None:
     _, heads = written(["a", "b", "c"])
     shorter, other, same = written(["a"])[0], written(["a", "x", "c"])[0], written(["a", "b", "c"], OTHER)[0]
     assert verify(shorter)
@@ -215,7 +215,7 @@ def test_the_name_of_the_region_is_signed() -> None:
         Head.read(head_of(OWN) | {"region": "b"})
 
 
-def test_a_region_that_enrolled_anew_is_compared_with_the_heads_of_its_key() -> None:
+def test_a_region_that_enrolled_again_is_compared_with_the_heads_of_its_key() -> None:
     before = told([STARTED] * 5, OTHER, "a")
     both = told([{"kind": "region.head", "region": "a", "head": head_of(one)} for one in (before, OWN)], KEY)
     found = checked(OWN, both)

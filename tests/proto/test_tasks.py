@@ -56,7 +56,7 @@ THREADS = {
     "control_plane/tracking/_track.py",  # its pool's results are awaited
     "proto/geofed_pb/tracing.py",  # last spans of a process; the exporter logs its errors
     "region_agent/gateway/container.py",  # accept, and the signals that end the process
-    "region_agent/gateway/dial_out.py",  # a connection is opened anew; after too many failures the process ends
+    "region_agent/gateway/dial_out.py",  # a connection is opened again; after too many failures the process ends
     "region_agent/gateway/embedded/containers.py",  # whatever ends a thread, its container is told to have ended
     "region_agent/gateway/embedded/replicas/calls.py",  # a call's error is its answer
     "region_agent/gateway/embedded/replicas/relay.py",  # an error closes the connection

@@ -47,8 +47,8 @@ def test_a_head_that_contradicts_earlier_ones_is_told_and_kept(tmp_path: Path) -
     for seq in (1, 2, 3):
         assert witness.add(head(seq)) == ""
     assert kept(path) == [1, 3]
-    assert "restored from a backup, or written anew" in witness.add(head(3, "other"))
-    assert "restored from a backup, or written anew" in witness.add(head(2))
+    assert "restored from a backup, or rewritten" in witness.add(head(3, "other"))
+    assert "restored from a backup, or rewritten" in witness.add(head(2))
     assert "another key" in witness.add(head(9, key=Ed25519PrivateKey.generate()))
     assert kept(path) == [1, 3, 3, 2, 9]
     assert "no valid head" in witness.add({**head(10), "hash": "0" * 64})

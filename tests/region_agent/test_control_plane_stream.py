@@ -51,7 +51,7 @@ def test_commands_are_taken_once_and_the_cursor_survives_a_break(tmp_path: Path)
     play(scene, tmp_path)
 
 
-def test_a_session_that_begins_anew_says_what_there_is_now(tmp_path: Path) -> None:
+def test_a_session_that_begins_again_says_what_there_is_now(tmp_path: Path) -> None:
     async def scene(control: ControlPlane, agent: Agent) -> None:
         await (await control.next_session()).welcome()
         await soon(_until(lambda: agent.hub.connected))

@@ -723,7 +723,7 @@ def test_a_function_that_stays_busy_fails_in_the_end(tmp_path: Path) -> None:
     _play(act, tmp_path)
 
 
-def test_old_addresses_of_shards_are_signed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_addresses_of_shards_are_signed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def act(scene: Scene) -> None:
         scene.gateway.answers = [Outcome(status="continue"), Outcome(status="continue")]
         signed: list[float] = []

@@ -341,7 +341,7 @@ async def test_what_is_not_on_the_list_is_not_wanted(source: Source, west: Path)
 
 
 @runs
-async def test_a_file_that_changes_on_the_way_is_read_anew(source: Source, west: Path) -> None:
+async def test_a_file_that_changes_on_the_way_is_read_again(source: Source, west: Path) -> None:
     with Relay() as relay:
         relay.stays_cut, relay.cut_after = True, 3 * MIB
         async with taking(west) as taker:
@@ -356,7 +356,7 @@ async def test_a_file_that_changes_on_the_way_is_read_anew(source: Source, west:
 
 
 @runs
-async def test_a_file_that_is_cut_off_while_it_is_read_is_read_anew(source: Source, west: Path) -> None:
+async def test_a_file_that_is_cut_off_while_it_is_read_is_read_again(source: Source, west: Path) -> None:
     """In place, by its owner: the size is another after a piece of it has been asked for."""
     big, cut = source.folder / "data" / "train/a/big.bin", False
     opened = Listed.content

@@ -61,7 +61,7 @@ def test_a_tree_takes_as_long_as_update_by_update(seed: int, size: int) -> None:
     for shape, tree in shapes.items():
         parents = np.array(tree)
         exactly = float(trees_seconds(net, parents[None, :])[0])
-        # A link that falls idle begins anew; the running maximum counts that for the first update alone.
+        # A link that falls idle begins again; the running maximum counts that for the first update alone.
         assert tree_seconds_of_many(net.pace, parents) == pytest.approx(exactly, rel=0.1), shape
         assert tree_seconds_of_many(net.pace, parents) <= exactly * (1 + 1e-9), shape
 

@@ -223,7 +223,7 @@ class Site:
         self.disk = Disk()
         self.lives += 1
         if any(worker.doing == "done" for worker in self.workers):
-            # The agent has lost its memory with its disk: it begins the workers anew, which measure anew.
+            # The agent has lost its memory with its disk: it begins the workers again, which measure again.
             self.next_attempt()
 
     def take_over(self, furthest: Site, updates: tuple[tuple[str, Manifest], ...]) -> None:
@@ -249,7 +249,7 @@ class Site:
             self.disk.inbox[manifest.region, manifest.sequence] = manifest
 
     def retry_calls(self) -> None:
-        """Whoever waits for an answer asks anew."""
+        """Whoever waits for an answer asks again."""
         self.ghosts.clear()
         for worker in self.workers:
             worker.call = 0
@@ -302,7 +302,7 @@ class Site:
                 self.channel.add(key)
                 return GradientsMerged(action.attempt, action.step, key, 1.0)
             case StoreOwnUpdate():
-                assert action.sequence not in disk.outbox, "a durable update was made anew"
+                assert action.sequence not in disk.outbox, "a durable update was made again"
                 digest = f"{self.name}:{action.sequence}:{action.model_key}{'*' * self.lives}"
                 made = Manifest(
                     self.name, action.epoch, action.sequence, digest, 1, action.weight, action.seen, action.last,

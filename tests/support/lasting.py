@@ -24,9 +24,9 @@ _federations: dict[LocalFederation, set[int]] = {}
 
 
 def daemons() -> set[int]:
-    """Processes that no test has to end, also those that one has started anew."""
-    anew = {process.pid for federation in _federations for process in federation.processes.values()}
-    return anew.union(*_federations.values())
+    """Processes that no test has to end, also those that one has started again."""
+    again = {process.pid for federation in _federations for process in federation.processes.values()}
+    return again.union(*_federations.values())
 
 
 def parents() -> set[int]:

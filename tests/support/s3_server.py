@@ -1,6 +1,6 @@
 """An S3 server for tests: moto, behind a count of every request that it gets.
 
-Run as a program it prints its port. ``GET /-/counts`` answers the counts so far, and begins anew.
+Run as a program it prints its port. ``GET /-/counts`` answers the counts so far, and begins again.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class NumpyWorker(threading.Thread):
     samples: float = 10.0
     pause: float = 0.0
     """Seconds before a step."""
-    begins_anew: bool = False
+    begins_again: bool = False
     """Once it is fenced, as an agent has it done: from where the server says, in the next attempt."""
     failure: GeofedError | None = None
     finals: list[Vector] = field(default_factory=list)
@@ -178,7 +178,7 @@ class NumpyWorker(threading.Thread):
             try:
                 self._train()
             except GeofedError as error:
-                if error.code == "FENCED" and self.begins_anew:
+                if error.code == "FENCED" and self.begins_again:
                     self.attempt += 1
                     continue
                 self.failure = error

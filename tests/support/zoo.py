@@ -163,7 +163,7 @@ def _precisely(module: Any, x: torch.Tensor) -> None:
 
 
 MODULES |= {
-    "buffers assigned anew": _with_buffers(_count, mean=torch.zeros(4), seen=torch.tensor(0)),
+    "buffers assigned again": _with_buffers(_count, mean=torch.zeros(4), seen=torch.tensor(0)),
     "a counter of billions": _with_buffers(_count, mean=torch.zeros(4), seen=torch.tensor(1 << 40)),
     "least from infinity": _with_buffers(_lowest, least=torch.full((4,), float("inf"))),
     "flags that change": _with_buffers(

@@ -39,7 +39,7 @@ class AuditLog:
         return Head.sign(self.key, row.seq, row.hash, self._clock())
 
     def message(self) -> agent_pb2.ToAgent:
-        """Return the last head for an agent, which keeps it: the log can then no longer be written anew unnoticed.
+        """Return the last head for an agent, which keeps it: the log can then no longer be rewritten unnoticed.
 
         It is signed once for each entry, since all agents that connect get one.
         """

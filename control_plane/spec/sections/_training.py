@@ -371,7 +371,7 @@ class Clients(Section):
     mean of their changes, weighted by samples, is the change of the round."""
 
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Part of a region's clients that train in a round, rounded up; drawn anew in each round by `train.seed`."""
+    """Part of a region's clients that train in a round, rounded up; drawn again in each round by `train.seed`."""
     min: Annotated[int, Field(ge=1, lt=BELOW)] = 1
     """Fewest clients of a region in a round; all, if it has no more."""
     epochs: Annotated[int, Field(ge=1, lt=BELOW)] | None = None

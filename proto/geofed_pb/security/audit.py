@@ -167,7 +167,7 @@ class Verified:
     region: str = ""
     """Region whose log it is; empty: the control plane's."""
     other_keys: int = 0
-    """Number of heads of the region that another key has signed: it enrolled anew, or its log was written anew."""
+    """Number of heads of the region that another key has signed: it enrolled again, or its log was rewritten."""
     without_head: int = 0
     """Number of entries of witnesses that tell of a head which was none."""
 
@@ -323,7 +323,7 @@ def _compare(head: Head, hashes: dict[int, str], witnesses: list[Head]) -> list[
         text = (
             f"a witness has a head that is signed with another key, {foreign.public_key}: either it is of another log"
         )
-        raise AuditBroken(f"{text}, or this log was signed anew with the key {head.public_key}")
+        raise AuditBroken(f"{text}, or this log was signed again with the key {head.public_key}")
     for one in own:
         if one.seq > head.seq:
             raise AuditBroken(

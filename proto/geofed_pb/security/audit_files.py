@@ -45,9 +45,9 @@ def remarks(found: Verified, *, witnessed: bool) -> Iterator[str]:
     if found.other_keys:
         yield (
             f"heads of the region that another key has signed, which are not compared: {found.other_keys}; it enrolled "
-            "anew with a new state directory, or its log was written anew"
+            "again with a new state directory, or its log was rewritten"
         )
     if found.without_head:
         yield f"entries of the witnesses whose head was not valid, so that it is not compared: {found.without_head}"
     if not witnessed:
-        yield "without --witness, a log that was written anew as a whole is not found out"
+        yield "without --witness, a log that was rewritten as a whole is not found out"

@@ -51,7 +51,7 @@ _OUTPUT_BYTES = 65536
 _TOLD_SECONDS = 4.0
 """Time after a replica was given up in which the listener stays to tell it, when it asks again."""
 _VALID = datetime.timedelta(days=3650)
-"""Validity of the certificate, which is made anew with each start."""
+"""Validity of the certificate, which each start makes."""
 
 _Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -338,7 +338,7 @@ def test_a_deadline_that_is_over_cannot_be_kept(live: Federation, run: Run, job_
     assert (ran.status, ran.error["code"]) == (9, "INADMISSIBLE")
 
 
-def test_what_has_ended_is_not_planned_anew(live: Federation, run: Run, job_file: str) -> None:
+def test_what_has_ended_is_not_planned_again(live: Federation, run: Run, job_file: str) -> None:
     job = run("submit", job_file, "--wait", "-o", "name").out.strip()
     told = run("replan", job, "-o", "json")
     assert (told.status, told.error["code"]) == (8, "ILLEGAL_STATE")

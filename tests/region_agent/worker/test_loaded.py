@@ -80,7 +80,7 @@ def test_a_task_folder_that_was_changed_in_the_channel_is_not_loaded(
 
 
 @pytest.mark.parametrize("changed", [{"config": {"lr": 0.2}}, {"job": "another"}, {"task": TASK + "\n"}, {"seed": 6}])
-def test_of_another_job_code_or_configuration_all_is_made_anew(
+def test_of_another_job_code_or_configuration_all_is_made_again(
     loaded: Callable[..., TaskModule], changed: dict[str, Any]
 ) -> None:
     first = loaded()

@@ -273,7 +273,7 @@ def test_a_stage_that_is_killed_costs_at_most_two_steps(
         outcomes = [Outcome.model_validate(process.end()[0][-1]) for process in again]
         assert {outcome.status for outcome in outcomes} == {"done"}
         # Steps that all made together in the second attempt, beyond those that the furthest worker had not: with
-        # those that only the stage that was lost made anew, from what had been sent to it.
+        # those that only the stage that was lost made again, from what had been sent to it.
         made = [outcome.steps for outcome in outcomes]
         lost = min(made) - (STEPS * ROUNDS - furthest["step"])
         assert 0 <= lost <= 2

@@ -188,7 +188,7 @@ def test_an_attempt_goes_on_where_the_one_before_broke_off(
         key = _attempt(world, number, degree, key, turns, store_seconds)
         if world.round == ROUNDS:
             break
-        # A stage that was still making steps anew may be the only one that is left: what was agreed on before holds.
+        # A stage that was still making steps again may be the only one that is left: what was agreed on before holds.
         reached = int(key.rsplit("/", 1)[1])
         begins = _probe(world, number + 1, key, store_seconds)
         assert begins >= max(agreed, reached - 1, world.round * PER_ROUND)

@@ -163,15 +163,15 @@ def _averaged(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def test_the_mean_of_two_regions_is_the_mean_of_their_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers that are assigned anew too."""
-    federation = _run(tmp_path, monkeypatch, "buffers assigned anew", "sgd", 1e-3, "east", "west")
+    """Buffers that are assigned again too."""
+    federation = _run(tmp_path, monkeypatch, "buffers assigned again", "sgd", 1e-3, "east", "west")
     exported = safetensors.torch.load(federation.exported())
     seed_all(SEED)
-    common = zoo.MODULES["buffers assigned anew"]()
+    common = zoo.MODULES["buffers assigned again"]()
     for round_ in range(ROUNDS):
         ends = []
         for number, region in enumerate(("east", "west"), 1):
-            module = zoo.MODULES["buffers assigned anew"]()
+            module = zoo.MODULES["buffers assigned again"]()
             module.load_state_dict(common.state_dict())
             optimizer = zoo.OPTIMIZERS["sgd"](module.parameters())
             x, y = _samples(number)

@@ -212,7 +212,7 @@ def test_a_server_that_stays_away_is_told_in_time(tmp_path: Path, opened: Open) 
     assert channel.usage.requests == 0
 
 
-def test_lost_connections_are_made_anew(redis: RedisServer, opened: Open, prefix: str) -> None:
+def test_lost_connections_are_made_again(redis: RedisServer, opened: Open, prefix: str) -> None:
     channel = opened(redis.unix(prefix))
     channel.put("a", [b"x"])
     for _ in range(3):

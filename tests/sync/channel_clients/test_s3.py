@@ -76,7 +76,7 @@ def test_a_large_value_is_read_in_parts(opened: Open, size: int) -> None:
     assert channel.usage.gets == max(1, -(-size // 1000))
 
 
-def test_a_value_that_is_replaced_while_it_is_read_is_read_anew(opened: Open) -> None:
+def test_a_value_that_is_replaced_while_it_is_read_is_read_again(opened: Open) -> None:
     channel, other = opened(part_bytes=1000), opened()
     channel.put("key", [b"a" * 5000])
     replaced = []

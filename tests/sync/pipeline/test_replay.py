@@ -1,4 +1,4 @@
-"""What came over the cuts is enough to make a stage's steps anew, alone, and whatever its replicas were."""
+"""What came over the cuts is enough to make a stage's steps again, alone, and whatever its replicas were."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _shapes(draw: st.DrawFn) -> Pipeline:
 
 @settings(max_examples=budget(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_shapes(), st.integers(0, 9), st.sampled_from(["fp32", "bf16"]))
-def test_a_step_made_anew_is_the_step_that_was_made(shape: Pipeline, seed: int, codec: str) -> None:
+def test_a_step_made_again_is_the_step_that_was_made(shape: Pipeline, seed: int, codec: str) -> None:
     draw = torch.Generator().manual_seed(seed)
     batch = torch.randn(12, 6, generator=draw), torch.randn(12, 6, generator=draw)
     channel, layers = MemoryChannel(), _layers()

@@ -78,7 +78,7 @@ def test_what_takes_far_longer_than_its_link_explains_is_told(tmp_path: Path) ->
     assert unknown_link == [], "nothing is known of the link"
 
 
-def test_a_peer_that_was_restarted_is_dialled_anew_before_it_is_taken_for_out_of_reach(tmp_path: Path) -> None:
+def test_a_peer_that_was_restarted_is_dialled_again_before_it_is_taken_for_out_of_reach(tmp_path: Path) -> None:
     """It collects from us at once, while our old connection to it has not come to itself."""
     update = tmp_path / "update"
     update.write_bytes(b"x" * 100)

@@ -88,7 +88,7 @@ def test_the_job_ends_as_if_nothing_had_been_lost(
 def test_at_any_moment_again_and_again(servers: Servers, workers: Workers) -> None:
     made = servers(*PUSHES, rounds=ROUNDS, codec="int8", wan_policy="diloco", neighbours=STAR)
     # A round that only the lost region had the update of is made again.
-    worker_group = [workers(server, PUSHES[server.region], pause=0.15, begins_anew=True) for server in made]
+    worker_group = [workers(server, PUSHES[server.region], pause=0.15, begins_again=True) for server in made]
     for turn in range(6):
         time.sleep(0.07 * turn)
         victim = made[turn % 3]

@@ -51,7 +51,7 @@ def test_a_merge_is_the_policys_over_the_whole(name: str, size: int, trained: fl
 @settings(max_examples=budget(20), deadline=None)
 @given(seed=st.integers(0, 99), doings=st.lists(st.sampled_from(["round", "restart", "late"]), min_size=4, max_size=9))
 def test_memory_that_is_used_again_changes_no_number(seed: int, doings: list[str]) -> None:
-    """Beside a replica that is made anew for each doing, from what a checkpoint would hold."""
+    """Beside a replica that is made again for each doing, from what a checkpoint would hold."""
     size, exchange = _BLOCK_ELEMENTS + 5, ExchangeSettings(background=1.0)
     random = np.random.default_rng(seed)
     first = normal(random, size)

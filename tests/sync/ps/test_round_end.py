@@ -91,7 +91,7 @@ def test_the_optimisers_state_stays_where_the_workers_have_put_it(server: Server
         assert (server.folder / f"state-{sequence}.frame").exists(), "it is durable all the same"
 
 
-def test_it_is_put_anew_where_its_attempt_is_over_and_cleared_away(server: Server) -> None:
+def test_it_is_put_again_where_its_attempt_is_over_and_cleared_away(server: Server) -> None:
     server.end(0)
     done = server.end(1, attempt=1, then=2)
     assert done.state_key == "state/1"
@@ -136,7 +136,7 @@ class NeverDurable(AtOnce):
 
 
 @pytest.mark.parametrize("beside", [AtOnce, NeverDurable])
-def test_who_begins_anew_from_the_model_is_led_nowhere_after_a_crash_either(
+def test_who_begins_again_from_the_model_is_led_nowhere_after_a_crash_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: type[Executor]
 ) -> None:
     """A correction made again would be another one under the name of what a replay of the log makes."""

@@ -179,7 +179,7 @@ def test_rounds_that_take_as_long_alone_as_with_others_are_not_held_up() -> None
     assert held == 0.0
 
 
-def test_a_region_that_is_alone_again_begins_anew() -> None:
+def test_a_region_that_is_alone_again_begins_again() -> None:
     pace = SoloPacing(SETTINGS)
     assert _pause_seconds(pace, 1, 10.0, 2.0) == 0.0
     assert _pause_seconds(pace, 2, 10.0, 2.0) == pytest.approx(1.8)

@@ -96,7 +96,7 @@ def test_the_record_of_a_file_that_has_its_last_name_tells_nothing_of_a_new_one(
     assert PartialFile(tmp_path / "1.part", 1000).have == [(0, 100)]
 
 
-def test_damaged_bytes_are_hashed_anew_once_they_are_here_again(tmp_path: Path) -> None:
+def test_damaged_bytes_are_hashed_again_once_they_are_here_again(tmp_path: Path) -> None:
     data = bytes(1000)
     landing = PartialFile(tmp_path / "1.part", 1000)
     landing.write(0, data[:200] + b"x" * 300 + data[500:])
@@ -214,7 +214,7 @@ def test_streams_that_a_window_holds_back_are_doubled_while_that_pays() -> None:
     assert streams.count == 4
     streams.set_rtt(0.2)
     _held(streams, 100, 100, 200, 200)
-    assert streams.count == 16, "another path is explored anew"
+    assert streams.count == 16, "another path is explored again"
 
 
 def test_streams_that_nothing_holds_back_stay_as_they_are() -> None:

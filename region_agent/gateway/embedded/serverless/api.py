@@ -45,7 +45,7 @@ class CloudFunctions(Protocol):
         """Start an invocation, which the service does not repeat; raises ``NoFunction``, too."""
 
     def delete(self, name: str) -> None:
-        """Delete a function, if it is there; invocations that run go on."""
+        """Delete a function, if it is there; running invocations continue."""
 
     def names(self, mark: str) -> list[str]:
         """Return the names of a gateway's functions, by their tag."""

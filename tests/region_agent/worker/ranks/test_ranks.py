@@ -202,7 +202,9 @@ def test_a_rank_that_answers_no_more_is_given_up(tmp_path: Path, monkeypatch: An
     _nothing_is_left(tmp_path)
 
 
-def test_ranks_are_kept_between_invocations_and_made_anew_where_one_has_ended(tmp_path: Path, monkeypatch: Any) -> None:
+def test_ranks_are_kept_between_invocations_and_made_again_where_one_has_ended(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     federation = Federation(tmp_path, ("east",), steps_per_round=STEPS, rounds=ROUNDS)
     monkeypatch.setattr(loop, "PsClient", federation.client)
     (tmp_path / "data.bin").write_bytes(b"x")

@@ -109,7 +109,7 @@ async def _live_in_a_sandbox(target: Target, body: Invocation, server: Server, d
     """Call a new function until the job is done, a step a slice."""
     address = body.ps_address
     grants = Grants(read=(str(data),), write=(str(server.channel_folder),), egress={address: address})
-    # A rank imports torch anew, which takes long where others compute, too.
+    # A rank imports torch again, which takes long where others compute, too.
     limit = timedelta(seconds=150)
     worker = await target.deploy(annotations=grants.annotations(), env_vars=timeout_env(limit))
     outcome, body = Outcome(status="continue"), body.model_copy(update={"slice_seconds": 0.001})

@@ -92,7 +92,7 @@ def test_nothing_is_promised_in_a_region_without_capacity() -> None:
 @settings(max_examples=budget(40), deadline=None)
 @given(st.lists(st.tuples(st.floats(20, 900), st.floats(50, 600)), min_size=2, max_size=14), st.integers(1, 10))
 def test_answers_do_not_depend_on_whether_books_are_kept(asked: list[tuple[float, float]], devices: int) -> None:
-    """Promises given one by one on kept ledgers hold when everything is filled anew."""
+    """Promises given one by one on kept ledgers hold when everything is filled again."""
     rules, ledgers, promised = FREE_CHANGES, None, []
     for number, (work, window) in enumerate(asked):
         answer = admit(0.0, {R: DeviceCapacity(devices)}, promised, [job(f"j{number}", work, window)], rules, ledgers)

@@ -71,7 +71,7 @@ def test_every_promise_is_covered_and_nothing_is_given_twice(
     answer = admit(0.0, {R: capacity}, (), [replace(job, share=0) for job in jobs], rules)
     promised = list(answer.promised)
     check(answer.ledgers[R], capacity, promised)
-    # The same holds when all is filled anew, with shares that run already.
+    # The same holds when all is filled again, with shares that run already.
     shares = {job.name: job.share for job in jobs}
     running = [replace(job, share=min(shares[job.name], capacity.devices)) for job in promised]
     again = admit(0.0, {R: capacity}, running, (), rules)
