@@ -1,4 +1,4 @@
-"""Corrections are in the channel once they are published, and are read from there."""
+"""The channel holds the correction that the workers were given last, and no other."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from sync.ps.execution.storage import Storage
 VALUES = np.arange(5, dtype=np.float32)
 
 
-def test_a_published_correction_is_read_from_the_channel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part_elements", [0, 2])
+def test_the_channel_holds_the_correction_that_was_given_last(tmp_path: Path, part_elements: int) -> None:
     channel = FileChannel(tmp_path / "channel")
     storage = Storage(tmp_path / "state", Setup("a", ("a", "b"), 1, 2, 1, 1, background=True))
-    store = ChannelStore(channel, storage, background=True, part_elements=0)
+    store = ChannelStore(channel, storage, background=True, part_elements=part_elements)
+    store.give_correction("", VALUES.copy)
     assert store.correction("") is None
-    key = store.keep_correction(3, "", VALUES.copy)
-    store.publish_correction(key)
-    found = store.correction(key)
-    assert found is not None
-    assert not found.flags.owndata
+    store.give_correction("correction/3", VALUES.copy)
+    found = store.correction("correction/3")
     np.testing.assert_array_equal(found, VALUES)
-    # The workers were given it, so it stays beside the next one.
-    newer = store.keep_correction(4, key, (2 * VALUES).copy)
-    np.testing.assert_array_equal(store.correction(newer), 2 * VALUES)
-    np.testing.assert_array_equal(store.correction(key), VALUES)
-    store.keep_correction(5, newer, VALUES.copy)
-    assert store.correction(key) is None
-    assert not channel.has(key)
-    store.publish_correction(newer)
-    channel.delete(newer)
+    # After a crash the same is made again.
+    again = ChannelStore(channel, storage, background=True, part_elements=part_elements)
+    again.given = "correction/3"
+    again.give_correction("correction/3", VALUES.copy)
+    np.testing.assert_array_equal(again.correction("correction/3"), VALUES)
+    again.give_correction("correction/4", (2 * VALUES).copy)
+    assert not channel.has("correction/3")
+    # Whoever still reads it has it.
+    np.testing.assert_array_equal(found, VALUES)
+    again.give_correction("", VALUES.copy)
+    assert not channel.has("correction/4")
     with pytest.raises(GeofedError, match="no longer in the channel"):
-        store.correction(newer)
+        again.correction("correction/4")
