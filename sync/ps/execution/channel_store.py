@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from geofed_pb.errors import GeofedError
 from sync import chunked_values, framing
 from sync.channel import Channel
 from sync.layout import Vector
+from sync.ps.execution.replica import Replica
 from sync.ps.execution.storage import Storage
 
 __all__ = ["ChannelStore"]
@@ -95,13 +94,14 @@ class ChannelStore:
             raise GeofedError("INTERNAL", f"{key} is no longer in the channel")
         return vector
 
-    def give_correction(self, key: str, make: Callable[[], Vector]) -> None:
+    def give_correction(self, key: str, replica: Replica) -> None:
         """Put the correction that the workers are given at the end of a round, in place of the one before: all of them
         have added that by then. ``key`` "": they are given none."""
         if self.given != key:
             self._delete(self.given)
         if key:
-            self._put(key, "correction", make())
+            size, elements = replica.model.size, self._part_elements
+            chunked_values.put_blocks(self._channel, key, "correction", size, replica.correction_blocks, elements)
         self.given = key
 
     # Deletion

@@ -167,7 +167,7 @@ class ActionExecutor:
                 return self._merge(action)
             case LogRoundEnd():
                 # Before the log: if the channel is full, the round has not ended yet.
-                self._channel_store.give_correction(action.correction_key, self._replica().correction)
+                self._channel_store.give_correction(action.correction_key, self._replica())
                 self.storage.log(action)
                 self._ended = action
                 self._channel_store.need_end(action.sequence, action.model_key)
@@ -262,7 +262,7 @@ class ActionExecutor:
                 break
             if not gap:
                 # The one of the last end is the one that the workers have been given, and may still have to read.
-                self._channel_store.give_correction(entry.correction_key, self._replica().correction)
+                self._channel_store.give_correction(entry.correction_key, self._replica())
             self._ended = entry
             self._channel_store.need_end(entry.sequence, entry.model_key)
             recovered = replace(recovered, ended=entry)

@@ -29,12 +29,14 @@ class Correcting:
     """Stands where the line to the parameter server stands; corrects the workers after each round."""
 
     def __init__(self, channel: FileChannel, late: bool) -> None:
-        self.channel, self._late = channel, late
+        self.channel, self.folder, self._late = channel, channel._folder, late
         self.open = worker_pb2.AttachReply(round=0, step=0, model_key="model/0", until_step=EACH, background=True)
         self.asked: list[int] = []
         self.ends: list[np.ndarray[Any, Any]] = []
         self.metrics: dict[int, dict[str, float]] = {}
         """Of each round's evaluation."""
+        self.states = 0
+        """States of earlier slices that were still in the channel while a worker trained."""
 
     def __enter__(self) -> Correcting:
         return self
@@ -76,6 +78,7 @@ class Correcting:
 
     def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None:
         self.metrics[request.round] = dict(request.metrics)
+        self.states += len(list(self.folder.glob("w/1/0/*")))
 
 
 def _ends(folder: Path, monkeypatch: pytest.MonkeyPatch, slice_seconds: float, late: bool) -> tuple[Any, Any, int]:
@@ -87,6 +90,7 @@ def _ends(folder: Path, monkeypatch: pytest.MonkeyPatch, slice_seconds: float, l
     outcomes = chain(body)
     assert outcomes[-1].status == "done", outcomes[-1]
     assert sum(outcome.steps for outcome in outcomes) == ROUNDS * EACH
+    assert not server.states, "each takes the memory of a model"
     return np.stack(server.ends), server.metrics, len(outcomes)
 
 
