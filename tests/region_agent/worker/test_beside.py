@@ -19,6 +19,7 @@ from region_agent.worker import loop
 from region_agent.worker.ps_client import SliceOver
 from sync import framing
 from sync.channel_clients import FileChannel
+from sync.flat import FlatModel
 
 pytestmark = pytest.mark.processes
 
@@ -94,10 +95,15 @@ def _ends(folder: Path, monkeypatch: pytest.MonkeyPatch, slice_seconds: float, l
     return np.stack(server.ends), server.metrics, len(outcomes)
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("late", [False, True], ids=["the answer is there at once", "the end is told twice"])
 def test_the_model_does_not_depend_on_where_slices_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool, in_memory: bool
 ) -> None:
+    if in_memory:
+        monkeypatch.setattr(FileChannel, "in_memory", True)
+        # The only copies that a worker alone makes of the model are in the channel.
+        monkeypatch.setattr(FlatModel, "vector", None)
     whole, measured, invocations = _ends(tmp_path / "whole", monkeypatch, 100.0, False)
     assert invocations == 1
     cut, again, invocations = _ends(tmp_path / "cut", monkeypatch, 0.001, late)
