@@ -7,7 +7,7 @@ read in part. A value that was put in one piece is read by the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ __all__ = [
     "Span",
     "forget",
     "part_key",
+    "put_blocks",
     "put_index",
     "put_owners",
     "put_state",
@@ -61,6 +62,20 @@ def put_vector(channel: Channel, key: str, name: str, vector: Vector, elements: 
     for part, start, stop in spans:
         channel.put(part_key(key, part), framing.encode({name: vector[start:stop]}))
     put_index(channel, key, spans, parts=len(spans))
+
+
+def put_blocks(
+    channel: Channel, key: str, name: str, size: int, blocks: Callable[[], Iterator[Vector]], elements: int
+) -> None:
+    """Put a vector, shape (size,), that is made block by block, like `put_vector`; ``blocks`` may be called again."""
+    if not elements:
+        channel.put_made(key, lambda: framing.encode_blocks(name, size, blocks(), {}))
+        return
+    vector, at = np.empty(size, np.float32), 0
+    for block in blocks():
+        vector[at : at + block.size] = block
+        at += block.size
+    put_vector(channel, key, name, vector, elements)
 
 
 def read_vector(channel: Channel, key: str, name: str) -> Vector | None:

@@ -118,6 +118,27 @@ class FlatModel:
         return out
 
     @_of_the_module
+    def views(self) -> list[Vector] | None:
+        """Return the whole state as consecutive vectors in the module's own memory, which the next step changes.
+
+        Only coordinates that are not the values of their tensor are copied, such as counters'. None: the tensors are
+        not all in this process's main memory as float32.
+        """
+        here = [self._access.is_whole(tensor) and tensor.device.type == "cpu" for tensor in self._now()]
+        if not all(here):
+            return None
+        found: list[Vector] = []
+        for number, slot in enumerate(self.layout.slots):
+            tensor = self._tensor(number)
+            if not self._plain[number]:
+                found.append(slot.encode(_as_array(tensor)))
+            elif slot.dtype == "float32" and tensor.is_contiguous():
+                found.append(tensor.reshape(-1).numpy())
+            else:
+                return None
+        return found or None
+
+    @_of_the_module
     def load(self, vector: Vector) -> None:
         """Write a whole state into the module."""
         with torch.no_grad():
@@ -131,7 +152,7 @@ class FlatModel:
         Tensors that share memory receive the change once.
         """
         with torch.no_grad():
-            now = [place.tensor() for place in self._places]
+            now = self._now()
             here = [tensor for tensor in now if self._access.is_whole(tensor)]
             shared = Counter(tensor.untyped_storage().data_ptr() for tensor in here if tensor.numel())
             later: list[tuple[int, torch.Tensor]] = []
@@ -284,6 +305,9 @@ class FlatModel:
             else:
                 out[at : at + slot.size] = slot.encode(_as_array(tensor))
             at += slot.size
+
+    def _now(self) -> list[torch.Tensor]:
+        return [place.tensor() for place in self._places]
 
     def _put(self, number: int, coordinates: Vector) -> None:
         slot = self.layout.slots[number]

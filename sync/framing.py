@@ -16,7 +16,7 @@ import hashlib
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,20 +57,22 @@ class Frame:
     """Numbers about the frame, by name."""
 
 
-def encode(tensors: Mapping[str, Array], facts: Mapping[str, float] | None = None) -> list[memoryview]:
-    """Return the frame as consecutive buffers; the values are not copied.
+def encode(
+    tensors: Mapping[str, Array | Sequence[Array]], facts: Mapping[str, float] | None = None
+) -> list[memoryview]:
+    """Return the frame as consecutive buffers; the values are not copied. A vector may be given in consecutive parts.
 
     Raises ``GeofedError("FRAME_INVALID")`` for a dtype or a name that the format does not support.
     """
-    # ascontiguousarray would turn a scalar into a vector of one element.
-    arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    head, starts, total = _head({name: (array.dtype, array.shape) for name, array in arrays.items()}, facts or {})
+    parts = {name: _parts(given) for name, given in tensors.items()}
+    shapes = {name: (held[0].dtype, _shape(held)) for name, held in parts.items()}
+    head, starts, total = _head(shapes, facts or {})
     pieces, written = [memoryview(head)], len(head)
-    for at, array in zip(starts, arrays.values(), strict=True):
+    for at, held in zip(starts, parts.values(), strict=True):
         pieces.append(memoryview(bytes(at - written)))
-        pieces.append(memoryview(array.reshape(-1).view(np.uint8).data))
-        written = at + array.nbytes
-    if not arrays:
+        pieces += [memoryview(array.reshape(-1).view(np.uint8).data) for array in held]
+        written = at + sum(array.nbytes for array in held)
+    if not parts:
         pieces.append(memoryview(bytes(total - written)))
     return [piece for piece in pieces if piece.nbytes]
 
@@ -90,6 +92,15 @@ def encode_blocks(
             yield memoryview(block.view(np.uint8).data)
 
     return total, pieces()
+
+
+def _parts(given: Array | Sequence[Array]) -> list[Array]:
+    # ascontiguousarray would turn a scalar into a vector of one element.
+    return [np.asarray(one, order="C") for one in (given if isinstance(given, list) else [given])]
+
+
+def _shape(parts: Sequence[Array]) -> tuple[int, ...]:
+    return parts[0].shape if len(parts) == 1 else (sum(array.size for array in parts),)
 
 
 def _head(

@@ -31,7 +31,7 @@ from region_agent.worker.ranks.devices import own_device
 from region_agent.worker.tensor_tree import dump_tree, load_tree
 from region_agent.worker.training.optimizer_state import State
 from region_agent.worker.training.rounds import BoundaryAnswer, PendingBoundary, RoundSums
-from region_agent.worker.training.trainer import Trainer
+from region_agent.worker.training.trainer import Model, Trainer
 from region_agent.worker.training.usage import UsageMeter
 from sync import framing
 from sync.channel import Channel
@@ -195,8 +195,8 @@ class WorkerLoop:
     def _begin_end_of_round(self, server: PsClient, sequence: int) -> None:
         """Copy the present model, and upload it in the background while the next steps are made."""
         self._settle()
-        self._snapshot = self._flat.vector(self._snapshot)
         request, state = self._boundary_request(sequence, self._step, self._round), None
+        model = self._present(request)
         # The stages of a model must all upload the state of the same round.
         due = self._trainer.in_stages or len(self._flat.local) or time.monotonic() - self._state_given > _STATE_SECONDS
         if self._trainer.leads and due:
@@ -204,9 +204,22 @@ class WorkerLoop:
             tensors, numbers = self._trainer.dump_state()
             # Copied, since the next steps change the optimiser's tensors.
             state = {name: np.array(array) for name, array in tensors.items()}, numbers
-        reply = self._executor.submit(self._upload_and_exchange, server, request, self._snapshot, state)
+        reply = self._executor.submit(self._upload_and_exchange, server, request, model, state)
         self._set_pending(request, self._round, reply)
         self._round = RoundSums()
+
+    def _present(self, request: worker_pb2.BoundaryRequest) -> Vector | None:
+        """Return a copy of the present model, to be uploaded; None: it is uploaded already.
+
+        Where the channel is memory, the copy is made there: it takes as long, and this process needs no other.
+        """
+        at_once = self._trainer.alone and self._channel.in_memory
+        model = self._trainer.present(self._snapshot, lasting=not at_once)
+        if isinstance(model, list):
+            self._upload(request, model, None)
+            return None
+        self._snapshot = model
+        return model
 
     def _set_pending(
         self,
@@ -223,10 +236,11 @@ class WorkerLoop:
         self._pending = PendingBoundary(request, sums, self._until, reply)
 
     def _upload_and_exchange(
-        self, server: PsClient, request: worker_pb2.BoundaryRequest, vector: Vector, state: State | None
+        self, server: PsClient, request: worker_pb2.BoundaryRequest, model: Vector | None, state: State | None
     ) -> BoundaryAnswer:
+        """``model``: None: it is uploaded."""
         self._applied.clear()
-        self._upload(request, vector, state)
+        self._upload(request, model, state)
         return self._exchange(server, request)
 
     def _exchange(self, server: PsClient, request: worker_pb2.BoundaryRequest) -> BoundaryAnswer:
@@ -320,10 +334,10 @@ class WorkerLoop:
         request = worker_pb2.BoundaryRequest(round=sequence, step=self._step)
         if not known:
             self._settle()
-            vector = self._flat.vector()
+            model = self._trainer.present()
             request = self._boundary_request(sequence, self._step, self._round)
             # All workers of a group hold the same model and optimiser state, so one uploads them for all.
-            self._upload(request, vector, self._trainer.dump_state() if self._trainer.leads else None)
+            self._upload(request, model, self._trainer.dump_state() if self._trainer.leads else None)
         # Stays set if the slice ends during the wait.
         self._waits_for = sequence
         reply = server.boundary(request)
@@ -361,19 +375,23 @@ class WorkerLoop:
             usage=self._usage.of_round(),
         )
 
-    def _upload(self, request: worker_pb2.BoundaryRequest, vector: Vector, state: State | None) -> None:
+    def _upload(self, request: worker_pb2.BoundaryRequest, model: Model | None, state: State | None) -> None:
         prefix = f"b/{self._call.attempt}/{request.round}"
-        request.digest = self._digest_of(vector)
-        if self._trainer.leads:
-            self._trainer.put(f"{prefix}/model", vector)
+        if model is not None:
+            request.digest = self._digest_of(model)
+            if self._trainer.leads:
+                self._trainer.put(f"{prefix}/model", model)
         if state is not None:
             self._trainer.put_state(f"{prefix}/state", state)
             if request.model_key:
                 request.state_key = f"{prefix}/state"
 
-    def _digest_of(self, vector: Vector) -> str:
-        # A single worker has no other model to compare with.
-        return "alone" if self._trainer.alone else framing.digest_of([vector.view(np.uint8).data])
+    def _digest_of(self, model: Model) -> str:
+        if self._trainer.alone:
+            # A single worker has no other model to compare with.
+            return "alone"
+        parts = model if isinstance(model, list) else [model]
+        return framing.digest_of(part.view(np.uint8).data for part in parts)
 
     # Steps
 
@@ -496,7 +514,9 @@ class WorkerLoop:
             state = self._trainer.merging_state()
             prefixed |= {f"c/{name}": array for name, array in state.tensors.items()}
             facts |= {f"c/{name}": value for name, value in state.facts.items()}
-        return framing.encode({"model": self._flat.vector(), **prefixed}, facts)
+        # What is for others may be stored in the background.
+        model = self._trainer.present(self._snapshot if self._pending is None else None, lasting=for_others)
+        return framing.encode({"model": model, **prefixed}, facts)
 
     def _delete_state(self) -> str:
         """Delete the stored state at the job's end; returns the empty resume key."""
@@ -540,6 +560,9 @@ class WorkerLoop:
             self._round.rescale(self._trainer.share(self._step) / facts["batch"])
         self._flat.load(np.asarray(frame.tensors["model"], np.float32))
         self._flat.load_named(load_tree(frame.tensors, "x/"))
+        if self._background:
+            # A new attempt begins from the server's model.
+            self._channel.delete(key)
         self._trainer.load_state((_without_prefix("o/", frame.tensors), _without_prefix("o/", facts)))
         if not other_attempt:
             self._restore_own(frame)

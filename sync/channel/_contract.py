@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,13 @@ class Channel(Protocol):
 
     def put(self, key: str, pieces: Sequence[Buffer]) -> None:
         """Store the concatenated pieces as one value."""
+
+    def put_made(self, key: str, make: Callable[[], tuple[int, Iterator[memoryview]]]) -> None:
+        """Store a value whose pieces are made one after the other, without holding all of them where the channel can.
+
+        ``make``: returns the size of the value in bytes and its pieces, each valid until the next one; may be called
+        again.
+        """
 
     def put_many(self, items: Mapping[str, Sequence[Buffer]]) -> None:
         """Store several values, concurrently if that is faster. Each value is stored atomically, but not all

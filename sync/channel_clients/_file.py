@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
@@ -65,11 +65,20 @@ class FileChannel:
         return self._folder / checked_key(key)
 
     def put(self, key: str, pieces: Sequence[Buffer]) -> None:
-        path, left = self._path(key), views(pieces)
+        left = views(pieces)
         size = checked_size(key, left, _MAX_VALUE_BYTES, str(self._folder))
+        self._put(key, size, lambda: iter([left]))
+
+    def put_made(self, key: str, make: Callable[[], tuple[int, Iterator[memoryview]]]) -> None:
+        size, _ = make()
+        self._put(key, size, lambda: ([piece] for piece in make()[1]))
+
+    def _put(self, key: str, size: int, groups: Callable[[], Iterator[list[memoryview]]]) -> None:
+        """Write a value; ``groups``: returns the pieces of it that are written at once, each time from the first."""
+        path = self._path(key)
         for tries_left in reversed(range(_TRIES)):
             try:
-                _write_and_rename(path, left, self._buffer_pool if size >= MIN_BYTES else None)
+                _write_and_rename(path, size, groups(), self._buffer_pool if size >= MIN_BYTES else None)
                 break
             except (FileNotFoundError, FileExistsError):
                 # Another process is deleting the folder at this moment; the value is put nevertheless.
@@ -192,15 +201,18 @@ def _in_memory(folder: Path) -> bool:
     return mounts.get(nearest) in ("tmpfs", "ramfs")
 
 
-def _write_and_rename(path: Path, pieces: Sequence[memoryview], buffer_pool: BufferPool | None) -> None:
+def _write_and_rename(
+    path: Path, size: int, groups: Iterator[list[memoryview]], buffer_pool: BufferPool | None
+) -> None:
     """Write a file under a temporary name and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        again = buffer_pool is not None and buffer_pool.take(sum(piece.nbytes for piece in pieces), partial)
+        again = buffer_pool is not None and buffer_pool.take(size, partial)
         descriptor = os.open(partial, os.O_WRONLY if again else os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            _write_all(descriptor, list(pieces))
+            for pieces in groups:
+                _write_all(descriptor, list(pieces))
         finally:
             os.close(descriptor)
         os.replace(partial, path)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from geofed_pb.errors import GeofedError
 from sync.channel import Buffer
 
-__all__ = ["checked_size", "cut", "joined", "views"]
+__all__ = ["checked_size", "cut", "joined", "kept", "views"]
 
 
 def views(pieces: Sequence[Buffer]) -> list[memoryview]:
@@ -26,6 +26,11 @@ def checked_size(key: str, pieces: Iterable[memoryview], most_bytes: int, store:
             hint="cut the value into more chunks, or use another channel",
         )
     return size
+
+
+def kept(pieces: Iterable[memoryview]) -> list[bytes]:
+    """Return copies of pieces that are valid until the next one only."""
+    return [bytes(piece) for piece in pieces]
 
 
 def cut(pieces: Iterable[memoryview], part_bytes: int) -> Iterator[list[memoryview]]:

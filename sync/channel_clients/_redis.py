@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 
 from sync.channel import Buffer, ChannelLimits, Usage
 from sync.channel_clients._address import parsed, whole
 from sync.channel_clients._keys import checked_key, late
 from sync.channel_clients._meter import Meter
-from sync.channel_clients._pieces import checked_size, cut, views
+from sync.channel_clients._pieces import checked_size, cut, kept, views
 from sync.channel_clients._redis_server import MAX_BLOCK_SECONDS, Command, ConnectionLost, Server
 
 __all__ = ["RedisChannel"]
@@ -75,6 +75,9 @@ class RedisChannel:
 
     def put(self, key: str, pieces: Sequence[Buffer]) -> None:
         self.put_many({key: pieces})
+
+    def put_made(self, key: str, make: Callable[[], tuple[int, Iterator[memoryview]]]) -> None:
+        self.put(key, kept(make()[1]))
 
     def put_many(self, items: Mapping[str, Sequence[Buffer]]) -> None:
         commands: list[Command] = []

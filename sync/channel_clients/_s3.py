@@ -12,7 +12,7 @@ import heapq
 import math
 import random
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +23,7 @@ from sync.channel import Buffer, ChannelLimits, Usage
 from sync.channel_clients._address import parsed, whole
 from sync.channel_clients._keys import checked_key, late
 from sync.channel_clients._meter import Meter
-from sync.channel_clients._pieces import checked_size, cut, joined, views
+from sync.channel_clients._pieces import checked_size, cut, joined, kept, views
 from sync.channel_clients._s3_client import catalogue_errors, client_for
 
 __all__ = ["S3Channel"]
@@ -125,6 +125,9 @@ class S3Channel:
             with contextlib.suppress(botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
                 self._client.abort_multipart_upload(**at)
             raise
+
+    def put_made(self, key: str, make: Callable[[], tuple[int, Iterator[memoryview]]]) -> None:
+        self.put(key, kept(make()[1]))
 
     def put_many(self, items: Mapping[str, Sequence[Buffer]]) -> None:
         for key in items:

@@ -6,8 +6,8 @@ step is a sleep of 100 ms, in which it changes a tenth of the model. It is compa
 a process each, that run at the same time before the job and exchange nothing.
 
 With `--quick` the model has a width of 256 instead of 768, 90 MB, and links are slower in proportion, so that an update
-takes as long. At full size a region takes 7 GB (worker, parameter server and channel); with less memory than that free
-for each of the three it is not run.
+takes as long. At full size a region takes 5.4 GB (worker, parameter server, channel and agent); with less than 6 GB
+available for each of the three it is not run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = ["measure_wan"]
 
 _MBPS, _RTT_MS, _STEP_MS = 100.0, 30.0, 100.0
 _WIDTH, _QUICK_WIDTH = 768, 256
-_NEEDED_BYTES = 3 * 7e9
-"""Memory that three regions take at full size."""
+_NEEDED_BYTES = 3 * 6e9
+"""Memory that three regions take at full size, 16.2 GB, and what the system needs for files that are being written."""
 _STEPS = 100_000
 """Of the job, which is cancelled before."""
 _SECONDS, _QUICK_SECONDS = 180.0, 45.0

@@ -44,6 +44,9 @@ class MemoryChannel:
             self.values[key] = value
             self.changed.notify_all()
 
+    def put_made(self, key: str, make: Callable[[], tuple[int, Iterator[memoryview]]]) -> None:
+        self.put(key, [bytes(piece) for piece in make()[1]])
+
     def put_many(self, items: Mapping[str, Sequence[Buffer]]) -> None:
         for key, pieces in items.items():
             self.put(key, pieces)

@@ -72,6 +72,21 @@ def test_the_vector_is_a_copy() -> None:
     assert flat.vector().any()
 
 
+def test_views_are_the_vector_without_a_copy() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    flat = FlatModel(module)
+    views = flat.views()
+    assert views is not None
+    np.testing.assert_array_equal(np.concatenate(views), flat.vector())
+    with torch.no_grad():
+        module[0].weight[1, 2] = 7.0
+    assert 7.0 in views[0]
+    # A type that has to be converted, and values that another process holds.
+    assert FlatModel(Everything()).views() is None
+    flat.use(_Elsewhere(module))
+    assert flat.views() is None
+
+
 def test_the_layout_names_every_tensor_once_and_the_trained_ones_first() -> None:
     layout = FlatModel(Everything()).layout
     names = [slot.name for slot in layout.slots]

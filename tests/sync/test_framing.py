@@ -183,5 +183,5 @@ def test_the_digest_is_of_the_bytes_however_they_are_cut() -> None:
 def test_a_vector_in_blocks_makes_the_same_frame(vector: npt.NDArray[np.float32], facts: dict[str, float]) -> None:
     total, pieces = framing.encode_blocks("v", vector.size, np.array_split(vector, 3), facts)
     data = b"".join(pieces)
-    assert data == _bytes({"v": vector}, facts)
+    assert data == _bytes({"v": vector}, facts) == b"".join(framing.encode({"v": np.array_split(vector, 3)}, facts))
     assert len(data) == total

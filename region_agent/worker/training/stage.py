@@ -22,7 +22,7 @@ from region_agent.worker.training.learning_rate import LearningRateSchedule
 from region_agent.worker.training.merging import FencedChannel, group_settings
 from region_agent.worker.training.optimizer_state import State, dump_state, load_state
 from region_agent.worker.training.stage_checkpoints import StageCheckpoints, state_key
-from region_agent.worker.training.trainer import checked_loss
+from region_agent.worker.training.trainer import Model, checked_loss
 from sync import chunked_values, framing
 from sync.base import frozen_parameters
 from sync.channel import Channel
@@ -293,10 +293,14 @@ class ModelStage:
             marks = [f"{model_key}-{stage}" for stage in range(len(self._shape.stages))]
             self._channel.delete_many([model_key, *marks])
 
-    def put(self, key: str, vector: Vector) -> None:
+    def present(self, out: Vector | None = None, *, lasting: bool = False) -> Model:
+        """Return a copy of this stage's part of the model."""
+        return self.flat.vector(out)
+
+    def put(self, key: str, model: Model) -> None:
         """Store this stage's part of the model, by one replica; the first worker stores the index of all parts."""
         if self.leads:
-            self._channel.put(chunked_values.part_key(key, self.group), framing.encode({"model": vector}))
+            self._channel.put(chunked_values.part_key(key, self.group), framing.encode({"model": model}))
         if self._call.worker == 0:
             chunked_values.put_index(self._channel, key, self._spans, parts=len(self._shape.stages))
 

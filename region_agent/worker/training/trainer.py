@@ -44,7 +44,7 @@ from sync.layout import LOCAL, Layout, Vector
 from sync.local_tensors import local_names
 from sync.seeding import kept_random, reseed, seed_all
 
-__all__ = ["Trainer", "WholeModel", "checked_loss", "test_batches"]
+__all__ = ["Model", "Trainer", "WholeModel", "checked_loss", "test_batches"]
 
 
 _RETRY_DIVISOR = 8
@@ -53,6 +53,10 @@ _EVALUATION_SEED = 1
 """Extra seed, so that random numbers of an evaluation differ from those of a step."""
 _SAMPLES_SEED = 2
 """Extra seed of the random numbers that `dataset` and `collate` draw. They do not depend on who makes the samples."""
+
+
+Model = Vector | list[Vector]
+"""A model, or part of one: a vector, or consecutive parts of it."""
 
 
 class Trainer(Protocol):
@@ -123,7 +127,11 @@ class Trainer(Protocol):
     def delete_initial(self, key: str) -> None:
         """Delete what `put_initial` has stored."""
 
-    def put(self, key: str, vector: Vector) -> None:
+    def present(self, out: Vector | None = None, *, lasting: bool = False) -> Model:
+        """Return this worker's part of the model, for `put`: in the memory of its tensors, which the next step changes,
+        or a copy, in ``out`` if it is given. ``lasting``: a copy."""
+
+    def put(self, key: str, model: Model) -> None:
         """Store this worker's part of the model under a key."""
 
     def read_own(self, key: str) -> Vector | None:
@@ -425,16 +433,21 @@ class WholeModel:
     def put_initial(self, key: str) -> str:
         """Store the whole model under the key, and return the key."""
         self.layout = self.layout.with_digests(self.flat.base.digests())
-        self.put(key, self.flat.vector())
+        self.put(key, self.present())
         return key
 
     def delete_initial(self, key: str) -> None:
         """Delete what `put_initial` has stored."""
         self._channel.delete(key)
 
-    def put(self, key: str, vector: Vector) -> None:
+    def present(self, out: Vector | None = None, *, lasting: bool = False) -> Model:
+        """Return the whole model, in the memory of its tensors where that is possible."""
+        views = None if lasting else self.flat.views()
+        return self.flat.vector(out) if views is None else views
+
+    def put(self, key: str, model: Model) -> None:
         """Store the whole model under a key."""
-        self._channel.put(key, framing.encode({"model": vector}))
+        self._channel.put(key, framing.encode({"model": model}))
 
     def names_of(self, key: str) -> list[str]:
         """Return the channel keys that `put` and `put_state` store a value under."""

@@ -79,6 +79,7 @@ class Background(Machine):
         self._start_key, self._start_sequence = recovered.model_key, self._ended_sequence
         """Store key of the model that the open round began with, for workers that join; and its round."""
         self._restart_wanted = self._restarting = False
+        self._start_lost = recovered.start_lost
         self.waiting = WaitingPolicy(setup)
         self._timer_at = math.inf
         """Instant at which the timer fires; infinity: no timer is set."""
@@ -155,7 +156,7 @@ class Background(Machine):
     def _was_restarted(self, event: Restarted) -> list[Action]:
         if event.attempt != self.attempt:
             return []
-        self._restarting, self._correction_key = False, ""
+        self._restarting, self._start_lost, self._correction_key = False, False, ""
         self._start_key, self._start_sequence = event.model_key, self._ended_sequence
         self._state_key = event.state_key
         return self._answer_attached()
@@ -194,6 +195,8 @@ class Background(Machine):
             return [Refuse(event.call, "FENCED", f"round {event.sequence} cannot end now")]
         if self._restart_wanted or self._restarting:
             return [Refuse(event.call, "FENCED", "the attempt has not begun")]
+        if self._start_lost:
+            return [Refuse(event.call, "FENCED", "what the open round began from is lost")]
         self._boundary.waiting[event.call] = event.sequence
         if self._logging:
             return []

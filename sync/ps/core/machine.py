@@ -164,6 +164,9 @@ class Recovered:
     """Size of the model in float32; 0: there is none yet."""
     attempt: int = 1
     """With background exchange: the last attempt whose workers began from this state; a later one has not begun yet."""
+    start_lost: bool = False
+    """With background exchange: what that attempt's workers began the open round from is lost, so that only those of a
+    later attempt can end it."""
     ends: int = 0
     """With synchronous exchange, if the job ends before its planned end: its last round, as the checkpoint states; else
     0."""

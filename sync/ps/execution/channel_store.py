@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from geofed_pb.errors import GeofedError
 from sync import chunked_values, framing
 from sync.channel import Channel
 from sync.layout import Vector
-from sync.ps.execution.checkpoint_file import correction_key
+from sync.ps.execution.replica import Replica
 from sync.ps.execution.storage import Storage
 
 __all__ = ["ChannelStore"]
@@ -32,10 +30,10 @@ class ChannelStore:
         self._state_tree = self._old_state_tree = ""
         """Key prefix of the attempt whose workers' own optimiser state was published last, and of an earlier such
         attempt that is over but whose state may still be read."""
-        self._corrections: dict[str, Vector | None] = {}
-        """By channel key; None: it is in the channel."""
+        self.given = ""
+        """Channel key of the correction that the workers were given last; "": none."""
         self._ends: dict[int, str] = {}
-        """Channel keys of the models that a replay of the log would need, by sequence."""
+        """Channel keys of the models that a replay of the log since the newest checkpoint would need, by sequence."""
         self._attempts_over = 0
         """The last attempt that is over."""
         self._trees: list[str] = []
@@ -85,50 +83,49 @@ class ChannelStore:
     # Corrections
 
     def correction(self, key: str) -> Vector | None:
-        """Return a correction that was made in this process, shape (n,), or None if there was none.
+        """Return a correction that the workers are given, shape (n,); ``key`` "": None.
 
-        Raises ``GeofedError("INTERNAL")`` if it was published and is no longer in the channel.
+        Raises ``GeofedError("INTERNAL")`` if it is not in the channel.
         """
-        if key not in self._corrections:
+        if not key:
             return None
-        held = self._corrections[key]
-        if held is None and (held := chunked_values.read_vector(self._channel, key, "correction")) is None:
+        vector = chunked_values.read_vector(self._channel, key, "correction")
+        if vector is None:
             raise GeofedError("INTERNAL", f"{key} is no longer in the channel")
-        return held
+        return vector
 
-    def keep_correction(self, version: int, given: str, make: Callable[[], Vector]) -> str:
-        """Make the correction after merge ``version``, keep it in memory until it is published, and return its channel
-        key.
-
-        Of the earlier corrections, only the one that the workers were ``given`` last is kept.
-        """
-        key = correction_key(version)
-        for old in [old for old in self._corrections if old != given]:
-            del self._corrections[old]
-            self._delete(old)
-        self._corrections[key] = make()
-        return key
-
-    def publish_correction(self, key: str) -> None:
-        """Put a correction into the channel. From then on it is read from there, also here."""
-        if (held := self._corrections[key]) is not None:
-            self._put(key, "correction", held)
-            self._corrections[key] = None
+    def give_correction(self, key: str, replica: Replica) -> None:
+        """Put the correction that the workers are given at the end of a round, in place of the one before: all of them
+        have added that by then. ``key`` "": they are given none."""
+        if self.given != key:
+            self._delete(self.given)
+        if key:
+            size, elements = replica.model.size, self._part_elements
+            chunked_values.put_blocks(self._channel, key, "correction", size, replica.correction_blocks, elements)
+        self.given = key
 
     # Deletion
 
     def need_end(self, sequence: int, key: str) -> None:
-        """Keep the model that the workers have ended a round with, until the checkpoints hold that round."""
+        """Keep the model that the workers have ended a round with, until a checkpoint holds that round.
+
+        If the newest checkpoint is damaged, the merges since the one before it are repeated without these models: as
+        after a failure of the machine, what was held back in these rounds is then lost.
+        """
         self._ends[sequence] = key
+
+    def clear_ends(self) -> None:
+        """Delete the models that a checkpoint has made unnecessary."""
+        durable = self._storage.durable_sequence()
+        for old in [old for old in self._ends if old <= durable]:
+            self._delete(self._ends.pop(old))
 
     def clear(self, sequence: int, attempt: int) -> None:
         """Delete what no worker reads any more: older models, and everything from earlier attempts."""
         for kind in ("model", "state"):
             self._delete(f"{kind}/{sequence - 2}")
         if self._background:
-            durable = self._storage.durable_sequence()
-            for old in [old for old in self._ends if old <= durable]:
-                self._delete(self._ends.pop(old))
+            self.clear_ends()
         if self._old_state_tree:
             self._channel.delete_tree(self._old_state_tree)
         self._old_state_tree = ""
@@ -149,6 +146,8 @@ class ChannelStore:
         chunked_values.put_vector(self._channel, key, name, vector, self._part_elements)
 
     def _delete(self, key: str) -> None:
+        if not key:
+            return
         if self._part_elements:
             chunked_values.forget(self._channel, key)
         else:

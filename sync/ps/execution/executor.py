@@ -166,6 +166,8 @@ class ActionExecutor:
             case MergeGradients():
                 return self._merge(action)
             case LogRoundEnd():
+                # Before the log: if the channel is full, the round has not ended yet.
+                self._channel_store.give_correction(action.correction_key, self._replica())
                 self.storage.log(action)
                 self._ended = action
                 self._channel_store.need_end(action.sequence, action.model_key)
@@ -239,36 +241,41 @@ class ActionExecutor:
     def _replay(self, recovered: Recovered, entries: list[Entry]) -> Recovered:
         outbox = {manifest.sequence: manifest for manifest in recovered.outbox}
         # merged: there was a merge since the workers last began from the model, so that a correction leads there.
-        lost, merged = 0, recovered.sequence > 0
-        self._keep_correction(recovered.version)
+        # gap: what the workers began the open round from is not known, as a model that they ended with is missing.
+        lost, gap, merged = 0, False, recovered.sequence > 0
+        if recovered.ended is not None:
+            self._channel_store.given = recovered.ended.correction_key
         for entry in entries:
             if isinstance(entry, MergeUpdates):
                 self._merge_updates(entry)
-                self._keep_correction(entry.version)
                 recovered, merged = _after(recovered, entry), entry.sequence > 0
                 continue
             if isinstance(entry, Restart):
                 self._replica().restart()
-                self._attempt, merged = entry.attempt, False
+                self._attempt, gap, merged = entry.attempt, False, False
                 continue
             manifest = outbox.get(entry.sequence)
-            end = chunked_values.read_vector(self.channel, entry.model_key, "model")
+            end = None if gap else chunked_values.read_vector(self.channel, entry.model_key, "model")
             if manifest is None and end is None:
                 _log.warning("round %d was not sent, and its model is no longer in the channel", entry.sequence)
-                lost += 1
+                lost, gap = lost + 1, True
                 break
+            if not gap:
+                # The one of the last end is the one that the workers have been given, and may still have to read.
+                self._channel_store.give_correction(entry.correction_key, self._replica())
             self._ended = entry
             self._channel_store.need_end(entry.sequence, entry.model_key)
             recovered = replace(recovered, ended=entry)
             if manifest is not None:
                 self._account(entry, manifest, end)
-                lost += end is None
+                lost, gap = lost + (end is None), end is None
         if lost:
-            _log.warning("the residual of %d rounds is lost; the open round starts again", lost)
+            _log.warning("the residual of %d rounds is lost", lost)
+        if gap:
             self._replica().restart()
-            merged = False
+            recovered, merged = replace(recovered, start_lost=True), False
         # Workers that have started again since the last merge began with the model and need no correction.
-        key = self._publish_last_correction(recovered.version) if merged else ""
+        key = correction_key(recovered.version) if merged else ""
         digest = framing.digest_of([self._replica().model.data.cast("B")])
         return replace(recovered, model_digest=digest, attempt=self._attempt, correction_key=key)
 
@@ -379,6 +386,7 @@ class ActionExecutor:
             manifest = self.own_updates.make(end, replica, action, storing)
             if self.setup.background and replica is not None:
                 replica.continue_from(end, self._channel_store.correction(action.correction_key))
+                self._channel_store.clear_ends()
             self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
         return OwnUpdateStored(manifest)
 
@@ -420,7 +428,8 @@ class ActionExecutor:
             digest = self._checkpoint(action)
             model_key, state_key = publishing.result()
         if self.setup.background and action.sequence:
-            correction = self._publish_correction(action.version)
+            # It is made when the workers are given it, at their next end of a round: until then nothing changes it.
+            correction = correction_key(action.version)
         self._channel_store.clear(action.sequence, attempt)
         return UpdatesMerged(action, digest, model_key, state_key, correction, refused, self.replica.model.nbytes)
 
@@ -548,27 +557,6 @@ class ActionExecutor:
         self._attempt = action.attempt
         sequence = self._ended.sequence if self._ended is not None else 0
         return Restarted(action.attempt, *self._channel_store.publish_start(action.attempt, replica.start, sequence))
-
-    # Corrections, which the workers add to their model
-
-    def _keep_correction(self, version: int) -> str:
-        given = self._ended.correction_key if self._ended is not None else ""
-        return self._channel_store.keep_correction(version, given, self._replica().correction)
-
-    def _publish_correction(self, version: int) -> str:
-        key = self._keep_correction(version)
-        self._channel_store.publish_correction(key)
-        return key
-
-    def _publish_last_correction(self, version: int) -> str:
-        """Publish the last merge's correction again after a crash, and return its channel key."""
-        key = correction_key(version)
-        if self._ended is None or self._ended.correction_key != key:
-            return self._publish_correction(version)
-        # The workers were given it when they ended a round after the merge, and the replica counts it as added, so it
-        # must not be computed again.
-        self._channel_store.publish_correction(key)
-        return key
 
 
 def _after(recovered: Recovered, entry: MergeUpdates) -> Recovered:

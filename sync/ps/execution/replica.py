@@ -291,20 +291,24 @@ class Replica:
             self._feedback.settle(jump, np.zeros_like(jump))
         self._start = self.view
 
-    def correction(self, buffer: Vector | None = None) -> Vector:
-        """Return what leads from `start` towards the view, shape (n,), in ``buffer`` if there is one.
+    def correction(self) -> Vector:
+        """Return all blocks of `correction_blocks`, shape (n,)."""
+        return np.concatenate([block.copy() for block in self.correction_blocks()])
+
+    def correction_blocks(self) -> Iterator[Vector]:
+        """Yield what leads from `start` towards the view, shape (n,), in consecutive blocks, each valid until the next.
 
         It is 0 where gradients do not train. A running mean forgets where it started, so that a correction which is
         applied a round later would be applied to a difference that has shrunk by itself. Uncorrected, the changes of a
         region's running mean add up to its current value, and the model holds the mean of all regions' values.
         """
-        correction = np.empty_like(self._model) if buffer is None else buffer
-        for block in _blocks(correction.size):
-            np.subtract(self._view(block), self._start[block], out=correction[block])
+        held = np.empty(min(_BLOCK_ELEMENTS, self._model.size), np.float32)
+        for block in _blocks(self._model.size):
+            correction = np.subtract(self._view(block), self._start[block], out=held[: block.stop - block.start])
             if self._policy.averages:
-                correction[block] *= _CORRECTION_FRACTION
-        correction[self.trained :] = 0.0
-        return correction
+                correction *= _CORRECTION_FRACTION
+            correction[max(0, self.trained - block.start) :] = 0.0
+            yield correction
 
     # Merging
 

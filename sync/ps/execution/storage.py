@@ -474,8 +474,9 @@ class Storage:
                 path.unlink()
 
     def durable_sequence(self) -> int:
-        """Return the number of our rounds that every kept checkpoint holds, or -1: recovery never repeats them."""
-        return min((marks.get(self._setup.region, -1) for marks in self._marks.values()), default=-1)
+        """Return the number of our rounds that the newest checkpoint holds, or -1: recovery repeats them only if it is
+        damaged."""
+        return max((marks.get(self._setup.region, -1) for marks in self._marks.values()), default=-1)
 
     # The log
 

@@ -19,6 +19,7 @@ from region_agent.worker import loop
 from region_agent.worker.ps_client import SliceOver
 from sync import framing
 from sync.channel_clients import FileChannel
+from sync.flat import FlatModel
 
 pytestmark = pytest.mark.processes
 
@@ -29,12 +30,14 @@ class Correcting:
     """Stands where the line to the parameter server stands; corrects the workers after each round."""
 
     def __init__(self, channel: FileChannel, late: bool) -> None:
-        self.channel, self._late = channel, late
+        self.channel, self.folder, self._late = channel, channel._folder, late
         self.open = worker_pb2.AttachReply(round=0, step=0, model_key="model/0", until_step=EACH, background=True)
         self.asked: list[int] = []
         self.ends: list[np.ndarray[Any, Any]] = []
         self.metrics: dict[int, dict[str, float]] = {}
         """Of each round's evaluation."""
+        self.states = 0
+        """States of earlier slices that were still in the channel while a worker trained."""
 
     def __enter__(self) -> Correcting:
         return self
@@ -76,6 +79,7 @@ class Correcting:
 
     def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None:
         self.metrics[request.round] = dict(request.metrics)
+        self.states += len(list(self.folder.glob("w/1/0/*")))
 
 
 def _ends(folder: Path, monkeypatch: pytest.MonkeyPatch, slice_seconds: float, late: bool) -> tuple[Any, Any, int]:
@@ -87,13 +91,19 @@ def _ends(folder: Path, monkeypatch: pytest.MonkeyPatch, slice_seconds: float, l
     outcomes = chain(body)
     assert outcomes[-1].status == "done", outcomes[-1]
     assert sum(outcome.steps for outcome in outcomes) == ROUNDS * EACH
+    assert not server.states, "each takes the memory of a model"
     return np.stack(server.ends), server.metrics, len(outcomes)
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("late", [False, True], ids=["the answer is there at once", "the end is told twice"])
 def test_the_model_does_not_depend_on_where_slices_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool, in_memory: bool
 ) -> None:
+    if in_memory:
+        monkeypatch.setattr(FileChannel, "in_memory", True)
+        # The only copies that a worker alone makes of the model are in the channel.
+        monkeypatch.setattr(FlatModel, "vector", None)
     whole, measured, invocations = _ends(tmp_path / "whole", monkeypatch, 100.0, False)
     assert invocations == 1
     cut, again, invocations = _ends(tmp_path / "cut", monkeypatch, 0.001, late)

@@ -14,6 +14,8 @@ from geofed_pb.errors import GeofedError
 from sync.channel import Usage
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from .conftest import Store
 
 
@@ -37,6 +39,19 @@ class TestEveryChannel:
         pieces = [b"%d," % number for number in range(3000)]
         reopen().put("many", pieces)
         assert reopen().get("many") == b"".join(pieces)
+
+    def test_a_value_is_put_while_it_is_made(self, reopen: Store) -> None:
+        held = bytearray(3)
+
+        def made() -> Iterator[memoryview]:
+            for number in range(5):
+                held[:] = bytes([number]) * 3
+                yield memoryview(held)
+
+        channel = reopen()
+        channel.put_made("a/made", lambda: (15, made()))
+        assert bytes(channel.get("a/made") or b"") == b"".join(bytes([number]) * 3 for number in range(5))
+        assert (channel.usage.puts, channel.usage.bytes_in) == (1, 15)
 
     def test_what_is_not_there_is_no_error(self, reopen: Store) -> None:
         channel = reopen()

@@ -223,6 +223,7 @@ class Site:
         self.name, self._folder, self._codec, self._operations = region, folder / region, codec, operations
         self.setup = Setup(region, REGIONS, 1, ROUNDS, 1, 0, background=True, sums=True)
         self.mortal = region == "a"
+        self.damaged = False
         self.worker = Worker()
         self.calls = 0
         self.now = 0.0
@@ -248,6 +249,16 @@ class Site:
                 shutil.rmtree(self._folder / "channel")
                 self.worker = Worker(attempt=self.worker.attempt + 1)
             self.end_of_life()
+
+    def damage(self) -> None:
+        """The process ends, and its newest checkpoint is damaged; the worker lives on."""
+        self.damaged = True
+        Later.die(self._folder)
+        self.end_of_life()
+        path = max((self._folder / "ps").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+        content = bytearray(path.read_bytes())
+        content[-2] ^= 1
+        path.write_bytes(content)
 
     def start(self) -> None:
         self.storage = Storage(self._folder / "ps", self.setup)
@@ -289,7 +300,10 @@ class Site:
         if self.asking and self.asking in self.answers:
             answer = self.answers.pop(self.asking)
             self.asking = 0
-            assert not isinstance(answer, Refuse), answer
+            if isinstance(answer, Refuse):
+                assert (self.damaged, answer.code) == (True, "FENCED"), answer
+                self.begin_new_attempt()
+                return
             self._heard(answer)
         elif not self.asking:
             self.calls += 1
@@ -568,3 +582,26 @@ def test_what_is_sent_summed_up_after_a_cut_counts_once(codec: str) -> None:
 )  # fmt: skip
 def test_deaths_and_cuts(deaths: list[int], seed: int, power: bool, late: int) -> None:
     play("fp32", deaths, seed, power=power, cuts=True, late=late)
+
+
+@pytest.mark.parametrize("last", [3, 5, 6])
+@pytest.mark.parametrize("seed", range(4))
+def test_after_a_damaged_checkpoint_every_round_counts_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, last: int
+) -> None:
+    """The models that the workers ended rounds with before it are gone, so the worker that lives on is fenced: what its
+    round began from is not known. ``last``: rounds of the worker before the damage."""
+    ticks = iter(range(1 << 30))
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
+    for module in (executor_module, checkpoints):
+        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module, "background_thread", AtOnce)
+    federation = Federation(tmp_path, "fp32", Operations(monkeypatch, []), seed, lose_workers=False, cuts=False)
+    site = federation.sites["a"]
+    while site.worker.sequence < last or site.machine is None or len(list(site.storage.folder.glob("check*"))) < 2:
+        federation._something()
+    before = site.worker.attempt
+    site.damage()
+    federation.run()
+    federation.check("fp32")
+    assert site.worker.attempt >= before
