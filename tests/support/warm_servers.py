@@ -231,8 +231,12 @@ def main() -> NoReturn:
     if modules[0] == _ZYGOTES:
         from support.warm_zygotes import fork_zygotes
 
+        from region_agent import machine_rates
+
         modules = modules[1:]
         fork_zygotes()
+        # A region's first profile would take 2 s of processor time and 4 GiB for the rate at which memory is to be had.
+        machine_rates._FRESH_BYTES, machine_rates._TRIAL_BYTES = 256 << 20, 16 << 20
     if modules[0] == _WAITS:
         modules = modules[1:]
     else:
