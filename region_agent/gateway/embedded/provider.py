@@ -406,7 +406,7 @@ class Provider:
                 limit = running.limits.memory_bytes
                 if limit is None or running.pid is None or running.kill_reason:
                     continue
-                used = memory.private_bytes(running.pids, limit)
+                used = running.memory.used(running.pids, limit)
                 if used > limit:
                     self.kill(running, "memory", memory.over_limit_text(running.name, used, limit))
 

@@ -25,7 +25,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.gateway.call_token import CallToken
 from region_agent.gateway.container import HANDLER, FunctionServer
 from region_agent.gateway.dial_out import END, OUTPUT, DialOut, ReplicaRefused, connections_for
-from region_agent.gateway.embedded.replicas.memory import private_bytes
+from region_agent.gateway.embedded.replicas.memory import PrivateMemory
 from region_agent.gateway.handler_process import HandlerProcess
 from region_agent.gateway.quantities import parse_duration
 from region_agent.gateway.serverless.order import Order
@@ -132,13 +132,13 @@ def _wait(
     over: queue.SimpleQueue[_InvocationEnd], process: HandlerProcess, until: float, memory_bytes: int
 ) -> _InvocationEnd:
     """Wait until the invocation is over, and kill a handler that exceeds its memory: the platform would end all."""
-    most = int(memory_bytes * _MEMORY_SHARE)
+    most, memory = int(memory_bytes * _MEMORY_SHARE), PrivateMemory()
     while True:
         with contextlib.suppress(queue.Empty):
             return over.get(timeout=_LOOK_SECONDS)
         if time.monotonic() > until:
             return _InvocationEnd("time", "it has reached its platform's time limit")
-        if process.pid is not None and private_bytes([os.getpid()], most) > most:
+        if process.pid is not None and memory.used([os.getpid()], most) > most:
             process.kill_over_memory()
 
 

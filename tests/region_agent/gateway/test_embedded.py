@@ -19,6 +19,7 @@ from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
 from region_agent.gateway import FunctionSpec
+from region_agent.gateway.embedded.replicas import memory
 
 from .conftest import QUICK, open_target, until
 
@@ -200,6 +201,34 @@ async def test_memory_limit_kills_and_names_itself(shared) -> None:
             await probe("eat?mib=160", idempotent=True)
         assert caught.value.code == "FUNCTION_OUT_OF_MEMORY"
         assert (await probe("echo", b"x")).body == b"x"
+
+
+def test_page_tables_are_walked_once_a_second_while_resident_memory_tells_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resident, private, now, walks = 100, 10, 50.0, 0
+
+    def walk(_: object) -> int:
+        nonlocal walks
+        walks += 1
+        return private
+
+    monkeypatch.setattr(memory, "_resident_bytes", lambda _: resident)
+    monkeypatch.setattr(memory, "_private_bytes", walk)
+    monkeypatch.setattr(memory.time, "monotonic", lambda: now)
+    watched = memory.PrivateMemory()
+    assert (watched.used([1 << 30], 100), walks) == (100, 0), "not above the limit, whatever is shared"
+    assert (watched.used([1 << 30], 50), walks) == (10, 1)
+    resident, private = 120, 45
+    assert (watched.used([1 << 30], 50), walks) == (30, 1), "what has grown is not shared"
+    resident = 145
+    assert (watched.used([1 << 30], 50), walks) == (45, 2), "at once where it may be too much"
+    private = 60
+    assert (watched.used([1 << 30], 50), walks) == (45, 2)
+    now += 1.0
+    assert (watched.used([1 << 30], 50), walks) == (60, 3), "shared pages that were written"
+    resident = 90
+    assert (watched.used([1 << 30], 50), walks) == (60, 4)
 
 
 async def test_function_that_fills_the_disk_is_killed(launch, tmp_path: Path) -> None:

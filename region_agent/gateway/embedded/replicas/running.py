@@ -21,6 +21,7 @@ import httpx2
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LinePipe
 from region_agent.gateway.embedded.replica_table import Refused
+from region_agent.gateway.embedded.replicas.memory import PrivateMemory
 from region_agent.gateway.embedded.replicas.process_limit import MOST_PROCESSES, ProcessLimit
 from region_agent.gateway.embedded.replicas.relay import Relay
 from region_agent.gateway.embedded.replicas.replica import READY, SOCKET_NAME, ReplicaSpec
@@ -98,6 +99,7 @@ class Running:
     sandbox: Sandbox | None = None
     relay: Relay | None = None
     process_limit: ProcessLimit = field(default_factory=lambda: ProcessLimit(None))
+    memory: PrivateMemory = field(default_factory=PrivateMemory)
     output: LinePipe | None = None
     kill_reason: str = ""
     kill_text: str = ""
