@@ -66,10 +66,13 @@ class RegionConfigurations(Sequence[ConfiguredPartition]):
     stages: Ints
     """Of a pipeline; 1: its workers hold the whole model."""
     memory_mb: Ints
-    merges: Ints
-    """A number for each way to merge, the same in all regions (`merge_of`)."""
     holds_step: bool
     """Whether functions have memory for a step, as far as a profile tells that."""
+
+    @property
+    @abstractmethod
+    def merges(self) -> Ints:
+        """A number for each way to merge, the same in all regions (`merge_of`)."""
 
     @property
     @abstractmethod
@@ -109,11 +112,14 @@ class _Listed(RegionConfigurations):
         self.workers = np.array([one.part.workers for one in each], np.int64)
         self.stages = np.array([one.part.workers // max(1, one.part.replicas) for one in each], np.int64)
         self.memory_mb = np.array([one.part.memory_mb for one in each], np.int64)
+
+    @cached_property
+    def merges(self) -> Ints:
         known = collectives()
-        self.merges = np.array(
+        return np.array(
             [
                 -1 if one.merging is None else known.index(one.merging[0]) * _MOST_CHUNKS + one.merging[1]
-                for one in each
+                for one in self._each
             ],
             np.int64,
         )
@@ -143,8 +149,12 @@ class _Measured(RegionConfigurations):
             np.searchsorted(sizes, steps.memory_mb),
         )
         self.memory_mb = np.array(self._given, np.int64)[self._size]
+
+    @cached_property
+    def merges(self) -> Ints:
+        steps = self._steps
         chunks = np.where(_take_k()[steps.collective], steps.chunks, 0)
-        self.merges = np.where(steps.workers > 1, steps.collective * _MOST_CHUNKS + chunks, -1)
+        return np.where(steps.workers > 1, steps.collective * _MOST_CHUNKS + chunks, -1)
 
     @cached_property
     def figures(self) -> Floats:

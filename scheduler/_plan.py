@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from scheduler._configurations import (
     TORCH_MB,
@@ -34,6 +34,7 @@ from scheduler._pipelined import unstaged
 from scheduler._published_rules import METHODS
 from scheduler._shard_moves import IMPOSSIBLE, PlacedShards, best_moves, train_clients, train_samples
 from scheduler.search import MOST_OFF, EvaluatedPlans, PlanCriteria, PlanEvaluation, PlanIndex, PlanSearch, Spread
+from scheduler.topology import Topology
 from scheduler.tuning._learning import PRIOR_NOISE_SAMPLES, noise_samples
 from sync.channel import channel_kinds
 from sync.codec import MaskedIntegers, codec_named
@@ -126,15 +127,18 @@ class _Problem:
     """Configurations by region, in the order of their names."""
     ways: Ways
     search: PlanSearch
+    _made: list[tuple[Demand, Plan]] = field(default_factory=list)
+    """The last plan, before its slice is chosen, and its demand: the best batch's is first made, then explained."""
 
     def best(self, demand: Demand) -> Plan | Declined:
         """Return the best plan within deadline and budget."""
-        limits = limits_of(demand)
+        limits, unexplained = limits_of(demand), replace(demand, explained=False)
         found = self.search.best(limits)
         if found is None:
             return Declined(beyond_limits(self.search, demand))
-        evaluated, place = found
-        return self._plan(evaluated, place, demand, limits)
+        if not self._made or self._made[0][0] != unexplained:
+            self._made[:] = [(unexplained, self._plan(*found, demand, limits))]
+        return self._explained(self._made[0][1], *found, demand, limits)
 
     def _plan(self, evaluated: EvaluatedPlans, place: PlanIndex, demand: Demand, limits: PlanCriteria) -> Plan:
         snapshot, way = self.placed.snapshot, self.ways.each[evaluated.ways[place.way]]
@@ -175,26 +179,28 @@ class _Problem:
             isolation={region.name: region.isolation for region in snapshot.regions if region.name in named},
             learning=self._learning(evaluated, place, limits),
         )
+        return self._predicted(replace(plan, warnings=_warnings_of(plan, demand, snapshot)), way.topology)
 
-        return self._explained(plan, evaluated, place, demand, limits)
+    def _predicted(self, plan: Plan, topology: Topology) -> Plan:
+        """Return a plan with its estimate."""
+        return replace(plan, estimate=estimate(plan, self.placed.snapshot, self.ways.links, topology))
 
     def _explained(
         self, plan: Plan, evaluated: EvaluatedPlans, place: PlanIndex, demand: Demand, limits: PlanCriteria
     ) -> Plan:
-        """Return a plan with its estimate, slice, warnings and alternatives."""
-        snapshot, topology = self.placed.snapshot, self.ways.each[evaluated.ways[place.way]].topology
+        """Return a plan with its slice and alternatives."""
+        topology, chosen = self.ways.each[evaluated.ways[place.way]].topology, plan
+        slices: tuple[Alternative, ...] = ()
 
         def predicted(other: Plan) -> Plan:
-            return replace(other, estimate=estimate(other, snapshot, self.ways.links, topology))
+            return self._predicted(other, topology)
 
-        slices: tuple[Alternative, ...] = ()
-        chosen = usual = predicted(replace(plan, warnings=_warnings_of(plan, demand, snapshot)))
         if demand.slice_seconds is None:
-            chosen, slices = chosen_slice(usual, demand, predicted)
+            chosen, slices = chosen_slice(plan, demand, predicted)
         if not demand.explained:
             return chosen
         told = alternatives(self.search, self.fronts, self.ways, evaluated, place, demand, limits)
-        of_parts = alternatives_of_parts(usual, snapshot, demand, predicted)
+        of_parts = alternatives_of_parts(plan, self.placed.snapshot, demand, predicted)
         return replace(chosen, alternatives=(*told, *of_parts, *slices))
 
     def _learning(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> Learning:

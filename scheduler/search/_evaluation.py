@@ -124,13 +124,15 @@ class PlanEvaluation:
         self._occasion, self.measured_noise, self._noise = occasion, noise, noise or PRIOR_NOISE_SAMPLES
         self.sizes = np.array([own.shape[1] for own in figures])
         # What all configurations of each region have in common is held once: of many regions that is most of all.
-        common = np.logical_and.reduce([(own == own[:, :1]).all(axis=1) for own in figures])
-        self._common = np.flatnonzero(common), np.array([own[common, 0] for own in figures]).T[:, :, None]
-        self._others = np.flatnonzero(~common), np.empty((int((~common).sum()), len(figures), int(self.sizes.max())))
-        for place, own in enumerate(figures):
-            # Regions with fewer configurations repeat their last one.
-            self._others[1][:, place, : own.shape[1]] = own[~common]
-            self._others[1][:, place, own.shape[1] :] = own[~common, -1:]
+        every, begins = np.concatenate(figures, axis=1), self.sizes.cumsum() - self.sizes
+        first = every[:, begins]
+        common = np.array(
+            [bool((own == np.repeat(one, self.sizes)).all()) for own, one in zip(every, first, strict=True)]
+        )
+        self._common = np.flatnonzero(common), np.ascontiguousarray(first[common].T).T[:, :, None]
+        # Regions with fewer configurations repeat their last one.
+        places = begins[:, None] + np.minimum(np.arange(self.sizes.max()), self.sizes[:, None] - 1)
+        self._others = np.flatnonzero(~common), every[~common].take(places, axis=1)
         each, self._told_once = self._others[1], Staffs.told_once()
         self.configured = self._staffs(np.broadcast_to(self._common[1], (int(common.sum()), *each.shape[1:])), each)
         """Every configuration of every region, shape (regions, configurations)."""

@@ -43,8 +43,9 @@ POINT_WORTH = 0.1
 save 1 %, since what it gives up is predicted less accurately than what it saves."""
 CAREFUL_WORTH = 0.005
 """The same for a point that a plan gives up less than the usual exchange does: a twentieth, as easy tasks lose."""
-OTHER_WORTH = 0.005
-"""The same for the other measure, time or money: half of it is worth 0.35 % of the objective."""
+OTHER_WORTH = 0.03
+"""The same for the other measure, time or money: half of it is worth 2 % of the objective. Predictions are off by as
+much in the median (docs/benchmarks/planning.md): which of two plans that differ less is faster is not known."""
 LOSSY_WORTH = 0.001
 """Share of the objective that a codec must save to be chosen although it loses bits, even if no metric shows it."""
 MOST_WHOLLY_EVALUATED = 1_000_000

@@ -90,7 +90,8 @@ class Observation:
     """Measurements of one round of a region."""
 
     step_seconds: float
-    """Time of one local step, within which an exchange is hidden: computing, and waiting for slower regions."""
+    """Time of one local step, within which an exchange is hidden: computing, merging among the workers, and waiting for
+    slower regions."""
     model_bytes: int
     """Size of the model in float32."""
     links: Mapping[str, LinkSample]

@@ -60,6 +60,11 @@ def test_the_wait_for_workers_is_told_apart(job_file: Path) -> None:
     stepped = replace(ended(155.0, 158.0), stepped_at=172.0, stepped_region="r0", stepped_steps=40)
     (known,) = runs_of(row, stepped, spec, chosen)
     assert known.start_seconds == 172.0 - 40 * spec.train.batch / 100.0 - 155.0, "a slow model too"
+    (part,) = stepped.partitions
+    assert part.report is not None
+    merged = replace(part.report, speed=replace(part.report.speed, merge_seconds=0.03))
+    (known,) = runs_of(row, replace(stepped, partitions=(replace(part, report=merged),)), spec, chosen)
+    assert known.start_seconds == pytest.approx(172.0 - 40 * (spec.train.batch / 100.0 + 0.03) - 155.0), "with merges"
     never = result_of(row, ended(0.0, 0.0, "cancelled"), chosen)
     assert (never["queued_seconds"], never["measured"]["seconds"]) == (95.0, 0.0)
     before = result_of(row, ended(0.0, 101.0), chosen)
@@ -172,6 +177,16 @@ def test_the_part_that_a_filter_lets_pass_is_known_to_the_next_plan(job_file: Pa
     other = plan(after, replace(wanted, wan_policy="ma", wan_settings={}, codec="fp32"))
     assert isinstance(other, Plan)
     assert other.sent_share == 1.0, "other policies have no filter"
+    table = link_table([region.planned for region in regions if region.planned is not None])
+    rounds = chosen.rounds // 2
+    timed = tuple(
+        replace(part, report=replace(one, time=RoundTime(compute=9.0, exchange=rounds * 0.3)))
+        for part, one in zip(parts, reports, strict=True)
+    )
+    state = replace(ended(155.0, 158.0), partitions=timed, flat_bytes=400_000)
+    assert stood_still_seconds(chosen, table, 400_000) > stood_still_seconds(again, table, 400_000)
+    expected = 0.3 - stood_still_seconds(replace(chosen, sent_share=share), table, 400_000)
+    assert runs_of(row, state, spec, chosen, table)[0].background_end_seconds == pytest.approx(expected)
 
 
 def test_the_ends_of_rounds_are_known_to_the_next_plan(job_file: Path) -> None:

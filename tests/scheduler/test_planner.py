@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import Capacity, Declined, Link, Plan, Prices, Region, Snapshot, plan
+from scheduler import Capacity, Dataset, Declined, Link, Plan, Prices, Region, Snapshot, Split, plan
 from scheduler.tuning import NormPair, PlatformCosts, StepPoint, space_of, task_of
 from scheduler.tuning import cheapest as cheapest_alone
 from tests.scheduler.test_plan import demand, planned, region
@@ -58,7 +58,8 @@ def test_a_budget_that_a_cheaper_exchange_keeps_is_admitted() -> None:
 
 def test_what_time_admits_money_admits_at_least_cost() -> None:
     snapshot = replace(federation(), speeds=dict.fromkeys("abc", 400.0))
-    wanted = demand(epochs=12.0)
+    # So much that it allows money the batch of every worker there is: `minimise: time` does not count what it gives up.
+    wanted = demand(epochs=12.0, tolerance=1.0)
     soonest = planned(snapshot, replace(wanted, minimise="time"))
     for slack in (1.0, 1.2, 2.0):
         deadline = soonest.estimate.seconds.high * slack
@@ -66,6 +67,27 @@ def test_what_time_admits_money_admits_at_least_cost() -> None:
         cheap = planned(snapshot, replace(wanted, minimise="cost", deadline_seconds=deadline))
         assert cheap.estimate.seconds.high <= deadline
         assert cheap.estimate.usd.expected <= fast.estimate.usd.expected * 1.005
+
+
+@pytest.mark.parametrize(("speed", "workers"), [(500.0, 1), (450.0, 2)])
+def test_time_that_is_less_than_predictions_are_off_by_is_not_paid_for(speed: float, workers: int) -> None:
+    """With one worker, a pass takes west as long as east with all of its four, or a tenth longer."""
+    links = {name: (Link(name, other, 50.0, 100.0),) for name, other in (("east", "west"), ("west", "east"))}
+    cheap = replace(DEAR_EGRESS, egress_usd_per_gb=0.0)
+    prices = {"east": cheap, "west": replace(cheap, function_usd_per_gb_second=5e-5)}
+    held = {name: (Dataset("digits", {"train": Split(size)}),) for name, size in (("east", 20_000), ("west", 10_000))}
+    regions = tuple(Region(name, "c", Capacity(4, 1024), prices[name], held[name], links[name]) for name in held)
+    snapshot = Snapshot(regions, speeds={"east": 250.0, "west": speed}, model_bytes=340_000, start_seconds=1.0)
+    wanted = demand(epochs=5.0, batch=16, interval=4, minimise="time")
+    found = planned(snapshot, wanted)
+    assert [part.workers for part in found.partitions] == [4, workers]
+    one, two = (planned(snapshot, replace(wanted, workers={"east": 4, "west": count})).estimate for count in (1, 2))
+    assert two.usd.expected > 1.25 * one.usd.expected
+    assert two.seconds.expected < one.seconds.expected
+    assert (one.seconds.expected < 1.01 * two.seconds.expected) == (workers == 1)
+    told = [other for other in found.alternatives if other.decision.startswith("workers") and "4, 2" in other.text]
+    assert all("dearer" in other.why_not for other in told)
+    assert bool(told) == (workers == 1)
 
 
 def test_a_larger_batch_is_not_free() -> None:

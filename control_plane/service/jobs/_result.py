@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from control_plane.core import (
@@ -229,8 +229,10 @@ def _standing_as_planned(state: JobState, plan: Plan, table: LinkTable) -> float
     model_bytes = state.flat_bytes or state.blob_bytes
     if not table or not model_bytes:
         return None
+    # Later plans count with what has passed the filter, too.
+    passed = replace(plan, sent_share=_sent_share(state, plan) or plan.sent_share)
     try:
-        return stood_still_seconds(plan, table, model_bytes)
+        return stood_still_seconds(passed, table, model_bytes)
     except ValueError:
         # A path of the plan's is stated to be gone by now.
         return None
@@ -257,7 +259,8 @@ def _first_steps_at(state: JobState, batch: int) -> float:
     last = state.partition(state.stepped_region)
     if last is None or last.report is None or last.report.speed.samples_per_second <= 0 or not batch:
         return state.started_at
-    made_seconds = state.stepped_steps * batch / last.report.speed.samples_per_second
+    speed = last.report.speed
+    made_seconds = state.stepped_steps * (batch / speed.samples_per_second + speed.merge_seconds)
     return max(state.started_at, state.stepped_at - made_seconds)
 
 

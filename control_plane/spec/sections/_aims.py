@@ -52,7 +52,8 @@ class Objective(Section):
     model_config = ConfigDict(json_schema_extra=_with_other_spelling)
 
     minimise: Literal["cost", "time"] = "cost"
-    """What the plan minimises: money for the same progress, or the time of the samples that are asked for."""
+    """What the plan minimises: money for the same progress, or the time of the samples that are asked for. Half the
+    other measure is worth 2 % of it."""
     tolerance: float = Field(default=0.3, ge=0, le=100)
     """Points of the metric that the plan may give up: by the exchange between regions, against float32 every 20 steps
     (in a short job 20 times); and, to save money, by a larger global batch, if the number of epochs is fixed. What the

@@ -261,8 +261,7 @@ class Background(Machine):
         unknown = self._ended_sequence <= _TELLING_ROUNDS and not self.waiting.knows_durations(view)
         if unknown or self._own_last or self._told_to_end:
             return 0.0
-        slowest = max(self.waiting.slower(view).values(), default=0.0)
-        return max(self.step_seconds, slowest / steps if steps > 0 else 0.0)
+        return max(self.step_seconds, self.waiting.slowest_seconds(view) / steps if steps > 0 else 0.0)
 
     # Merges
 

@@ -216,7 +216,7 @@ class Machine(abc.ABC):
         self.compute_seconds, self.merge_seconds, self.evaluate_seconds = 0.0, 0.0, 0.0
         """Of all rounds that the workers have ended, the mean of the workers."""
         self.step_seconds = 0.0
-        """Computing time of one step in the last round; 0: not known."""
+        """Time of one step in the last round, its merge among the workers included; 0: not known."""
         self._live_step = recovered.step
         self._told_to_end = False
         """Whether the job is to end before its planned end."""
@@ -574,11 +574,12 @@ class Machine(abc.ABC):
         weight = sum(end.samples for end in ends)
         computing = sum(end.compute_seconds for end in ends)
         self._speed = weight / computing if computing > 0 else 0.0
+        merging = sum(end.merge_seconds for end in ends)
         self.compute_seconds += computing / len(ends)
-        self.merge_seconds += sum(end.merge_seconds for end in ends) / len(ends)
+        self.merge_seconds += merging / len(ends)
         self.evaluate_seconds += sum(end.evaluate_seconds for end in ends) / len(ends)
         steps = (ends[0].step - self._open_step) * len(ends)
-        self.step_seconds = computing / steps if steps > 0 else 0.0
+        self.step_seconds = (computing + merging) / steps if steps > 0 else 0.0
         return ends[0], weight
 
     # Delivery to the peers

@@ -101,7 +101,7 @@ class WaitView:
     elsewhere: Mapping[str, int] = field(default_factory=dict)
     """Newest round of each region that any other region is known to have."""
     step_seconds: float = 0.0
-    """Computing time of a step; 0: not known."""
+    """Time of a step, its merge among the workers included; 0: not known."""
     update_bytes: int = 0
     """Size of our last update."""
     links: Mapping[str, LinkSample] = field(default_factory=dict)
@@ -259,8 +259,14 @@ class WaitingPolicy:
 
     def slower(self, view: WaitView) -> dict[str, float]:
         """Return the regions that are still training, not absent, and slower, with their rounds' durations."""
-        if self.setup.quorum:
-            return {}
+        return {} if self.setup.quorum else self._slower(view)
+
+    def slowest_seconds(self, view: WaitView) -> float:
+        """Return the duration of the slowest of these regions' rounds, for which this one waits in the end: with a
+        quorum, too, once it is as many rounds ahead as it may be; 0: none is slower."""
+        return max(self._slower(view).values(), default=0.0)
+
+    def _slower(self, view: WaitView) -> dict[str, float]:
         gone = {*self.membership.absent, *view.last_merged, *view.last_here}
         return self.durations.slower_than(self.setup.region, [one for one in self.setup.others if one not in gone])
 

@@ -9,6 +9,9 @@ from support.federation_in_miniature import Miniature, Site
 from support.rounds_in_miniature import go, policy_of, round_of, timers
 
 from sync.ps.core.actions import WaitReason
+from sync.ps.core.background import Background
+from sync.ps.core.events import BoundaryArrived, Configured
+from sync.ps.core.machine import Recovered, Setup
 from sync.ps.core.timing import RoundClock, RoundDurations
 from sync.ps.core.waiting_settings import WaitingSettings
 
@@ -197,3 +200,25 @@ def test_a_quorum_says_how_far_a_region_may_be_ahead() -> None:
     go(made, ALL, 12, pause=True)
     assert not any(timers(site, WaitReason.IN_STEP, WaitReason.ALONE) for site in made.sites.values())
     assert round_of(made.sites["r0"]) > 4
+
+
+def test_an_exchange_is_hidden_by_the_rounds_of_the_slowest_with_a_quorum_too() -> None:
+    made = Miniature(3, 1, 160, 1, 0, quorum=2)
+    for name, seconds in zip(ALL, (1.0, 2.0, 1.5), strict=True):
+        made.sites[name].round_seconds = seconds
+    go(made, ALL, 12, pause=True)
+    here = made.sites["r0"].machine
+    assert isinstance(here, Background)
+    assert here.hiding_seconds() == pytest.approx(2.0)
+
+
+def test_merges_among_workers_hide_an_exchange_as_compute_does() -> None:
+    machine = Background(Setup("a", ("a",), 2, 40, 4, 0, background=True), Recovered(0, model_key="model/0"))
+    machine.handle(Configured(1, 1, ()))
+    for worker, (computing, merging) in enumerate([(2.0, 1.0), (1.5, 1.5)]):
+        machine.handle(
+            BoundaryArrived(
+                1 + worker, worker, 1, 1, 4, "d", "model", "state", 1.0, 0.5, computing, merge_seconds=merging
+            )
+        )
+    assert machine.step_seconds == pytest.approx(0.75)
