@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 import numpy.typing as npt
 
-from scheduler._cost_model import Floats, Staffs, whole_model_step_seconds
+from scheduler._cost_model import Assignments, Floats, whole_model_step_seconds
 from scheduler._estimate import figures_of, overheads_of_whole_models, prices_of, worker_speed
 from scheduler._model import Demand, PlannedPartition, Region, Snapshot
 from scheduler._pipelined import Staged, staged
@@ -77,7 +77,7 @@ class RegionConfigurations(Sequence[ConfiguredPartition]):
     @property
     @abstractmethod
     def figures(self) -> Floats:
-        """`Staffs.figures` of each; shape (figures, configurations)."""
+        """`Assignments.figures` of each; shape (figures, configurations)."""
 
     @abstractmethod
     def fastest_merging(self, at: int) -> ConfiguredPartition:
@@ -165,7 +165,7 @@ class _Measured(RegionConfigurations):
         )
         usd = np.array([prices.worker_usd_per_second(mb, self._devices) for mb in self._given])[self._size]
         besides = overheads_of_whole_models(self._region, self._snapshot)
-        told = Staffs.told(workers, workers * batch, seconds, usd, steps.merge_usd, prices, besides)
+        told = Assignments.told(workers, workers * batch, seconds, usd, steps.merge_usd, prices, besides)
         found = np.empty((len(told), len(self)))
         for row, figure in enumerate(told):
             found[row] = figure

@@ -2,8 +2,8 @@
 
 There is no other: plans, `explain`, `submit`, replanning and the search all call `course`. It bills what the meter
 bills: functions by time and memory and by call, parameter servers, requests of the channel, egress. The bill of a plan,
-line by line, is made of it in `scheduler/_estimate.py`. Arrays have the axes (staffings, intervals, exchanges), with a
-last one for regions where a figure is a region's.
+line by line, is made of it in `scheduler/_estimate.py`. Arrays have the axes (assignments, intervals, exchanges), with
+a last one for regions where a figure is a region's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,17 @@ from scheduler._model import PlannedPartition, Prices
 from scheduler._overheads import Overheads
 
 __all__ = [
-    "Bools", "Exchanges", "Floats", "JobTimeline", "Occasion", "Staffs", "course", "slice_ends", "standing_seconds",
-    "step_seconds", "whole_model_step_seconds",
+    "Assignments",
+    "Bools",
+    "Exchanges",
+    "Floats",
+    "JobConstants",
+    "JobTimeline",
+    "course",
+    "slice_ends",
+    "standing_seconds",
+    "step_seconds",
+    "whole_model_step_seconds",
 ]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
@@ -52,8 +61,8 @@ def whole_model_step_seconds(
 
 
 @dataclass(frozen=True)
-class Staffs:
-    """Staffings of the same regions: arrays of shape (staffings, regions)."""
+class Assignments:
+    """Assignments of configurations to the same regions: arrays of shape (assignments, regions)."""
 
     step_samples: Floats
     """Samples of all replicas in one step."""
@@ -79,7 +88,7 @@ class Staffs:
     def figures(part: PlannedPartition, prices: Prices, besides: Overheads) -> tuple[float, ...]:
         """Return one region's figures in the order of the fields."""
         worker_usd = prices.worker_usd_per_second(part.memory_mb, part.devices)
-        return Staffs.told(
+        return Assignments.told(
             part.workers, part.step_samples, step_seconds(part), worker_usd, part.merge_usd, prices, besides
         )
 
@@ -106,14 +115,14 @@ class Staffs:
         )  # fmt: skip
 
     @classmethod
-    def of(cls, table: Floats) -> Staffs:
-        """Return staffings from `figures`, shape (staffings, regions, figures)."""
+    def of(cls, table: Floats) -> Assignments:
+        """Return assignments from `figures`, shape (assignments, regions, figures)."""
         # Each region's figures lie together: sums and maxima over few regions are several times as fast.
         return cls(*(np.asfortranarray(figure) for figure in np.moveaxis(table, -1, 0)))
 
     @classmethod
     def told_once(cls) -> frozenset[int]:
-        """Return the numbers of the figures that may be one row for all staffings: what is paid besides workers, and
+        """Return the numbers of the figures that may be one row for all assignments: what is paid besides workers, and
         overheads, of which only the largest counts."""
         names = [field.name for field in fields(cls)]
         return frozenset(names.index(name) for name in ("server_usd", "call_usd", *names[names.index("first_model") :]))
@@ -148,7 +157,7 @@ class Exchanges:
 
 
 @dataclass(frozen=True)
-class Occasion:
+class JobConstants:
     """What all plans of a job over the same shards have in common."""
 
     slice_seconds: float
@@ -195,53 +204,57 @@ class JobTimeline:
     """USD of the whole job, without copies of shards."""
 
 
-def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, exchanges: Exchanges) -> JobTimeline:
+def course(
+    assignments: Assignments, constants: JobConstants, rounds: Floats, steps: Floats, exchanges: Exchanges
+) -> JobTimeline:
     """Predict jobs.
 
     A round takes as long as its slowest region: compute, then the exchange as far as its workers stand still for it
     (`standing_seconds`). In the background one exchange follows at the end.
 
     Args:
-        rounds: shape (staffings, intervals).
-        steps: steps of a round, shape (staffings, intervals, regions).
+        rounds: shape (assignments, intervals).
+        steps: steps of a round, shape (assignments, intervals, regions).
     """
-    each = steps * staffs.step_seconds[:, None, :]
+    each = steps * assignments.step_seconds[:, None, :]
     compute = each.max(-1)[..., None]
     many, back = rounds[..., None], exchanges.background
-    exchange = exchanges.seconds
     training = many * compute
     # A single region exchanges nothing.
     stands = np.maximum(0.0, standing_seconds(each, exchanges) + exchanges.beyond)
-    between = many * stands + np.where(back, exchange, 0.0)
+    between = many * stands + np.where(back, exchanges.seconds, 0.0)
     # With background exchange a round's end overlaps with the next one's steps.
-    round_ends = np.where(back, 0.0, many * _slowest(staffs.round_end))
-    known = occasion.first_model_known
+    round_ends = np.where(back, 0.0, many * _slowest(assignments.round_end))
+    known = constants.first_model_known
     none = np.zeros((1, 1, 1))
-    first_model = none if known else exchanges.contact + _slowest(staffs.first_model)
-    first_step, round_work = _slowest(staffs.first_step), many * _slowest(staffs.round_work)
-    work = first_model + first_step + training + between + round_ends + round_work + occasion.rest
-    room = _room(staffs.step_seconds, occasion.slice_seconds, staffs.enter)
-    slice_end, call_usd = staffs.slice_end, staffs.call_usd
+    first_model = none if known else exchanges.contact + _slowest(assignments.first_model)
+    first_step, round_work = _slowest(assignments.first_step), many * _slowest(assignments.round_work)
+    work = first_model + first_step + training + between + round_ends + round_work + constants.rest
+    room = _room(assignments.step_seconds, constants.slice_seconds, assignments.enter)
+    slice_end, call_usd = assignments.slice_end, assignments.call_usd
     if room.shape[1] == 1 or (room == room[:, :1]).all():
         # All regions' invocations end at once, as mostly: their axis would make most of the arithmetic.
-        room, slice_end, call_usd = room[:, :1], slice_end.max(-1, keepdims=True), _total(call_usd, staffs)[:, None]
+        room, slice_end = room[:, :1], slice_end.max(-1, keepdims=True)
+        call_usd = _total(call_usd, assignments)[:, None]
     ends = np.maximum(0.0, np.ceil(work[..., None] / room[:, None, None, :] - 1e-9) - 1)
     # Reductions of an axis of one are slow.
     one = room.shape[1] == 1
     each_lost = ends * slice_end[:, None, None, :]
     lost = each_lost[..., 0] if one else each_lost.max(-1)
     busy = work + lost
-    result = _slowest(staffs.result)
-    seconds = occasion.start + occasion.copying + busy + result
-    usd = busy * staffs.worker_usd.sum(-1)[:, None, None]
-    ahead, served = seconds - occasion.start, occasion.served - occasion.copying * occasion.served_late
-    usd = usd + ahead * _total(staffs.server_usd, staffs)[:, None, None]
-    if occasion.started.any() or served.any():
-        usd = usd + (staffs.worker_usd * occasion.started + staffs.server_usd * served).sum(-1)[:, None, None]
-    usd = usd + _below_zero(staffs.worker_usd, busy, occasion.started) + _below_zero(staffs.server_usd, ahead, served)
+    result = _slowest(assignments.result)
+    seconds = constants.start + constants.copying + busy + result
+    usd = busy * assignments.worker_usd.sum(-1)[:, None, None]
+    ahead, served = seconds - constants.start, constants.served - constants.copying * constants.served_late
+    usd = usd + ahead * _total(assignments.server_usd, assignments)[:, None, None]
+    if constants.started.any() or served.any():
+        started_usd = assignments.worker_usd * constants.started + assignments.server_usd * served
+        usd = usd + started_usd.sum(-1)[:, None, None]
+    usd = usd + _below_zero(assignments.worker_usd, busy, constants.started)
+    usd = usd + _below_zero(assignments.server_usd, ahead, served)
     calls_usd = (1 + ends) * call_usd[:, None, None, :]
     usd = usd + (calls_usd[..., 0] if one else calls_usd.sum(-1))
-    merges_usd = (steps * staffs.merge_usd[:, None, :]).sum(-1)[..., None] if staffs.merge_usd.any() else none
+    merges_usd = (steps * assignments.merge_usd[:, None, :]).sum(-1)[..., None] if assignments.merge_usd.any() else none
     usd = usd + many * (merges_usd + exchanges.usd)
     return JobTimeline(
         compute, first_model, first_step, training, round_ends, round_work, between, ends, lost, busy, result,
@@ -286,9 +299,9 @@ def _room(step_seconds: Floats, slice_seconds: float, enter: Floats) -> Floats:
     return np.asarray(np.maximum(room, step_seconds))
 
 
-def _total(by_region: Floats, staffs: Staffs) -> Floats:
-    """Return the sums over all regions of a figure that may have one row for all staffings."""
-    if len(by_region) == len(staffs.step_samples):
+def _total(by_region: Floats, assignments: Assignments) -> Floats:
+    """Return the sums over all regions of a figure that may have one row for all assignments."""
+    if len(by_region) == len(assignments.step_samples):
         return np.asarray(by_region.sum(-1))
     # Rounded as the sums of several rows are: these are made region by region.
     return np.asarray(np.repeat(by_region.T, 2, axis=1).T.sum(-1)[:1])
@@ -296,7 +309,7 @@ def _total(by_region: Floats, staffs: Staffs) -> Floats:
 
 def _below_zero(usd: Floats, seconds: Floats, besides: Floats) -> Floats:
     """Return by how many USD the regions are below zero whose seconds and those besides, by region, are negative: no
-    item of a bill is. ``usd``: per second, shape (staffings, regions)."""
+    item of a bill is. ``usd``: per second, shape (assignments, regions)."""
     found = np.zeros((1, 1, 1))
     # Only what passes after the functions have ended is taken off: an axis for all regions would be mostly zeros.
     for place in np.flatnonzero(besides < 0.0):
@@ -305,5 +318,5 @@ def _below_zero(usd: Floats, seconds: Floats, besides: Floats) -> Floats:
 
 
 def _slowest(by_region: Floats) -> Floats:
-    """Return the largest of each staffing, with axes for intervals and exchanges."""
+    """Return the largest of each assignment, with axes for intervals and exchanges."""
     return np.asarray(by_region.max(-1)[:, None, None])

@@ -10,7 +10,15 @@ from itertools import combinations
 
 import numpy as np
 
-from scheduler._cost_model import Exchanges, JobTimeline, Occasion, Staffs, course, standing_seconds, step_seconds
+from scheduler._cost_model import (
+    Assignments,
+    Exchanges,
+    JobConstants,
+    JobTimeline,
+    course,
+    standing_seconds,
+    step_seconds,
+)
 from scheduler._link import (
     BACKGROUND_END_BYTES_PER_SECOND,
     HANDLED_BYTES_PER_SECOND,
@@ -153,11 +161,11 @@ def estimate(
     size = update_bytes(model_bytes, plan.codec, plan.rounds, plan.sent_share)
     if topology is None or topology.update_bytes != size:
         topology = topology_of(plan, links or links_of([regions[part.region] for part in plan.partitions]), size)
-    occasion = occasion_of(plan.partitions, plan.copies, plan.slice_seconds, snapshot)
+    constants = occasion_of(plan.partitions, plan.copies, plan.slice_seconds, snapshot)
     figures = [[figures_of([part], regions[part.region], snapshot)[0] for part in plan.partitions]]
     took = course(
-        Staffs.of(np.array(figures)),
-        occasion,
+        Assignments.of(np.array(figures)),
+        constants,
         np.array([[float(plan.rounds)]]),
         np.array([[[float(part.steps_per_round) for part in plan.partitions]]]),
         _exchanges(plan, topology, model_bytes, stands_beyond(snapshot, model_bytes, background=plan.background)),
@@ -166,7 +174,7 @@ def estimate(
     items = tuple(
         cost
         for place, part in enumerate(plan.partitions)
-        for cost in _bill(place, plan, regions[part.region], occasion, took, topology.sent.get(part.region, {}))
+        for cost in _bill(place, plan, regions[part.region], constants, took, topology.sent.get(part.region, {}))
     )
     low, high = spread_of(basis)
     size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else UNKNOWN_SIZE
@@ -186,7 +194,7 @@ def estimate(
         model_bytes=model_bytes,
         model_basis="prior" if not snapshot.model_bytes else "counted" if snapshot.counted else "measured",
         start_basis="prior" if snapshot.start_seconds is None else "probed" if snapshot.start_probed else "measured",
-        phases=_phases(plan, occasion, took),
+        phases=_phases(plan, constants, took),
     )
 
 
@@ -227,7 +235,7 @@ def _exchanges(plan: Plan, topology: Topology, model_bytes: int, beyond: float) 
 
 
 def figures_of(parts: Sequence[PlannedPartition], region: Region, snapshot: Snapshot) -> list[tuple[float, ...]]:
-    """Return what the cost model must know about partitions of one region, as `Staffs.of` takes it."""
+    """Return what the cost model must know about partitions of one region, as `Assignments.of` takes it."""
     profile, prices, whole = snapshot.profiles.get(region.name), prices_of(region), None
     found: list[tuple[float, ...]] = []
     for part in parts:
@@ -236,7 +244,7 @@ def figures_of(parts: Sequence[PlannedPartition], region: Region, snapshot: Snap
         else:
             # Of whole models they depend on nothing else of the partition.
             besides = whole = whole or overheads_of_whole_models(region, snapshot)
-        found.append(Staffs.figures(part, prices, besides))
+        found.append(Assignments.figures(part, prices, besides))
     return found
 
 
@@ -247,13 +255,13 @@ def overheads_of_whole_models(region: Region, snapshot: Snapshot) -> Overheads:
 
 def occasion_of(
     parts: Sequence[PlannedPartition], copies: Sequence[PlannedCopy], slice_seconds: float, snapshot: Snapshot
-) -> Occasion:
+) -> JobConstants:
     """Return what all plans over the same shards have in common."""
     start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
     # A probe's start is that of one function, most of which is billed.
     untold = start if snapshot.start_probed and snapshot.start_seconds is not None else 0.0
     billed = [snapshot.started.get(part.region, StartBilled(untold, untold)) for part in parts]
-    return Occasion(
+    return JobConstants(
         slice_seconds=slice_seconds,
         start=start,
         copying=max((copy.seconds for copy in copies), default=0.0),
@@ -270,20 +278,20 @@ def spread_of(basis: str) -> tuple[float, float]:
     return _SPREAD[basis]
 
 
-def _phases(plan: Plan, occasion: Occasion, took: JobTimeline) -> tuple[Phase, ...]:
+def _phases(plan: Plan, constants: JobConstants, took: JobTimeline) -> tuple[Phase, ...]:
     """Return all phases of a job that take time, in their order."""
     steps = plan.rounds * max(part.steps_per_round for part in plan.partitions)
     ends = 0 if plan.background else plan.rounds
     found = (
-        Phase("start", 1, occasion.start),
-        Phase("shards on their way", len(plan.copies), occasion.copying),
+        Phase("start", 1, constants.start),
+        Phase("shards on their way", len(plan.copies), constants.copying),
         Phase("first model", 1, float(took.first_model[0, 0, 0])),
         Phase("memory of the first step and round", 1, float(took.first_step[0, 0, 0])),
         Phase("besides steps", plan.rounds, float(took.round_work[0, 0, 0])),
         Phase("steps", steps, float(took.steps[0, 0, 0])),
         Phase("ends of rounds", ends, float(took.round_ends[0, 0, 0])),
         Phase(BETWEEN_REGIONS, plan.rounds, float(took.between[0, 0, 0])),
-        Phase("handing the model in", 1, occasion.rest),
+        Phase("handing the model in", 1, constants.rest),
         Phase(SLICE_ENDS, int(took.ends.max()), float(took.slice_ends[0, 0, 0])),
         Phase("result", 1, float(took.result[0, 0, 0])),
     )
@@ -388,14 +396,14 @@ def prices_of(region: Region) -> Prices:
 
 
 def _bill(
-    place: int, plan: Plan, region: Region, occasion: Occasion, took: JobTimeline, sent_to: Mapping[str, int]
+    place: int, plan: Plan, region: Region, constants: JobConstants, took: JobTimeline, sent_to: Mapping[str, int]
 ) -> list[Cost]:
     """Return the bill of the plan's partition at a place."""
     part, prices, busy = plan.partitions[place], prices_of(region), float(took.busy[0, 0, 0])
     calls = part.workers * (1 + float(took.ends[0, 0, 0, min(place, took.ends.shape[-1] - 1)]))
-    busy = max(0.0, busy + float(occasion.started[place]))
-    served = float(took.seconds[0, 0, 0]) - occasion.start - (0.0 if part.shards else occasion.copying)
-    served = max(0.0, served + float(occasion.served[place]))
+    busy = max(0.0, busy + float(constants.started[place]))
+    served = float(took.seconds[0, 0, 0]) - constants.start - (0.0 if part.shards else constants.copying)
+    served = max(0.0, served + float(constants.served[place]))
     costs = [
         ("function-seconds", part.workers * part.memory_mb / 1024 * busy, "GB-s", prices.function_usd_per_gb_second),
         ("function-calls", calls, "1", prices.function_usd_per_request),

@@ -22,14 +22,14 @@ from scheduler.tuning._learning import coding_points
 from sync.codec import Automatic, MaskedIntegers, codec_named, codecs
 from sync.policy import DEFAULT, WanPolicy, policy_named
 
-__all__ = ["Way", "Ways", "policy_of", "share_of", "ways_of"]
+__all__ = ["ExchangeOption", "ExchangeOptions", "exchange_options", "policy_of", "share_of"]
 
 _ONLY_IN_BACKGROUND = {"quorum", "grace_seconds", "damping", "compensation"}
 """Settings without effect where all regions wait for all: a job that sets one exchanges in the background."""
 
 
 @dataclass(frozen=True)
-class Way:
+class ExchangeOption:
     """One way to exchange."""
 
     codec: str
@@ -45,10 +45,10 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Ways:
+class ExchangeOptions:
     """All ways, those that cost least in learning first."""
 
-    each: tuple[Way, ...]
+    each: tuple[ExchangeOption, ...]
     figures: Exchanges
     coding: np.ndarray[tuple[int], np.dtype[np.float64]]
     """`coding_points` of each."""
@@ -74,16 +74,16 @@ def share_of(snapshot: Snapshot, demand: Demand) -> float:
     return (snapshot.sent_share or 1.0) if policy_of(demand).significance else 1.0
 
 
-def ways_of(
+def exchange_options(
     regions: Sequence[Region], parts: Sequence[PlannedPartition], snapshot: Snapshot, demand: Demand
-) -> Ways | Declined:
+) -> ExchangeOptions | Declined:
     """Return the ways that the demand allows; ``parts``: any partition of each region.
 
     While the model's size is unknown, updates are sent in float32: nothing is lost by a guess.
     """
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
     links, evaluated, share = links_of(regions), None, share_of(snapshot, demand)
-    found: list[tuple[Way, float]] = []
+    found: list[tuple[ExchangeOption, float]] = []
     impossible: dict[str, str] = {}
     for codec in (demand.codec,) if demand.codec else _codecs(demand, snapshot, len(regions)):
         evaluated = topologies_over(links, update_bytes(model_bytes, codec, share=share), evaluated)
@@ -96,7 +96,7 @@ def ways_of(
             seconds = exchange_seconds(topology, model_bytes, codec)
             for background in _modes(demand, len(regions)):
                 waited = seconds + (0.0 if background else round_end_seconds(parts, model_bytes))
-                found.append((Way(codec, topology, background, waited), contact))
+                found.append((ExchangeOption(codec, topology, background, waited), contact))
     each = tuple(way for way, _ in found)
     figures = Exchanges(
         seconds=np.array([way.seconds for way in each]),
@@ -107,7 +107,9 @@ def ways_of(
         beyond=np.array([stands_beyond(snapshot, model_bytes, background=way.background) for way in each]),
     )
     coding = np.array([coding_points(way.codec) for way in each])
-    return Ways(each, figures, coding, np.array([codec_named(way.codec).lossy for way in each]), impossible, links)
+    return ExchangeOptions(
+        each, figures, coding, np.array([codec_named(way.codec).lossy for way in each]), impossible, links
+    )
 
 
 def _codecs(demand: Demand, snapshot: Snapshot, regions: int) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scheduler._configurations import RegionConfigurations, configurations, in_stages, merge_of
-from scheduler._exchange import Way, Ways
+from scheduler._exchange import ExchangeOption, ExchangeOptions
 from scheduler._model import Alternative, Demand, Plan, PlanEstimate, PlannedPartition, Reason, Snapshot
 from scheduler._pipelined import WORTH, staged
 from scheduler.search import EvaluatedPlans, Ints, PlanCriteria, PlanIndex, PlanSearch, differences
@@ -40,26 +40,27 @@ class _Decided:
         """Return one plan's."""
         codes = self.codes(evaluated)
         rows = np.broadcast_to(codes, (*evaluated.seconds.shape, codes.shape[-1]))
-        return np.asarray(rows[place.staff, place.interval, place.way])
+        return np.asarray(rows[place.assignment, place.interval, place.way])
 
 
 _INTERVAL = _Decided(
     lambda found: found.interval[:, :, None, None].astype(np.int64),
-    lambda found, at: f"{found.interval[at.staff, at.interval]:.0f}",
+    lambda found, at: f"{found.interval[at.assignment, at.interval]:.0f}",
 )
 
 
 def alternatives(
     search: PlanSearch,
     fronts: Sequence[RegionConfigurations],
-    ways: Ways,
+    ways: ExchangeOptions,
     evaluated: EvaluatedPlans,
     place: PlanIndex,
     demand: Demand,
     limits: PlanCriteria,
 ) -> tuple[Alternative, ...]:
     """Return for each decision that was open the two best others, with time and money, and what decided."""
-    chosen, exchanges, staffs = (evaluated, place), search.around(evaluated, place), search.neighbours(evaluated, place)
+    chosen, exchanges = (evaluated, place), search.around(evaluated, place)
+    assignments = search.neighbours(evaluated, place)
 
     def of_regions(
         codes: Callable[[RegionConfigurations], Ints], name: Callable[[int], object] = lambda code: code
@@ -70,10 +71,10 @@ def alternatives(
         places = np.arange(len(fronts))
         return _Decided(
             lambda found: table[places, found.choice][:, None, None, :],
-            lambda found, at: _listed([name(code) for code in table[places, found.choice[at.staff]].tolist()]),
+            lambda found, at: _listed([name(code) for code in table[places, found.choice[at.assignment]].tolist()]),
         )
 
-    def of_way(name: Callable[[Way], str]) -> _Decided:
+    def of_way(name: Callable[[ExchangeOption], str]) -> _Decided:
         numbers: dict[str, int] = {}
         codes = np.array([numbers.setdefault(name(way), len(numbers)) for way in ways.each])
         return _Decided(
@@ -83,10 +84,10 @@ def alternatives(
 
     told: list[Alternative] = []
     decisions: list[tuple[str, object, EvaluatedPlans, _Decided]] = [
-        (_workers_in(fronts), demand.workers, staffs, of_regions(lambda front: front.workers // front.stages)),
-        ("stages", demand.stages, staffs, of_regions(lambda front: front.stages)),
-        ("memory", demand.memory_mb, staffs, of_regions(lambda front: front.memory_mb)),
-        ("merge", demand.collective, staffs, of_regions(lambda front: front.merges, _merge)),
+        (_workers_in(fronts), demand.workers, assignments, of_regions(lambda front: front.workers // front.stages)),
+        ("stages", demand.stages, assignments, of_regions(lambda front: front.stages)),
+        ("memory", demand.memory_mb, assignments, of_regions(lambda front: front.memory_mb)),
+        ("merge", demand.collective, assignments, of_regions(lambda front: front.merges, _merge)),
         ("interval", demand.interval, exchanges, _INTERVAL),
         ("codec", demand.codec, exchanges, of_way(lambda way: way.codec)),
         ("exchange", demand.exchange, exchanges, of_way(lambda way: way.exchange)),
@@ -130,7 +131,7 @@ def _others(
     score, allowed = search.score(among, limits), search.allowed(among, limits)
     best, own = chosen
     saves, present = (search.score(some, replace(limits, possible=True)) for some in (among, best))
-    tempting = ~allowed & (saves < present[own.staff, own.interval, own.way])
+    tempting = ~allowed & (saves < present[own.assignment, own.interval, own.way])
     codes, open_ = decided.codes(among), np.ones(score.shape, bool)
     last, told = decided.code(best, own), 0
     for wanted in (allowed, tempting, allowed, ~allowed):
@@ -139,7 +140,7 @@ def _others(
             continue
         flat = np.where(wanted & open_, score, np.inf).argmin()
         at = PlanIndex(*(int(n) for n in np.unravel_index(flat, score.shape)))
-        seconds, usd = (float(figures[at.staff, at.interval, at.way]) for figures in (among.seconds, among.usd))
+        seconds, usd = (float(figures[at.assignment, at.interval, at.way]) for figures in (among.seconds, among.usd))
         why = _why_not(search, among, at, chosen, demand, limits)
         text = f"{decided.name(among, at)}: {seconds:.0f} s and ${_usd(usd)}"
         yield Alternative(text, why, f"{decision} {decided.name(best, own)}")
@@ -156,7 +157,7 @@ def _why_not(
 ) -> str:
     """Return the mechanism that decided against a plan."""
     best, own = chosen
-    where = at.staff, at.interval, at.way
+    where = at.assignment, at.interval, at.way
     high = search.highest(among)
     if high[0][where] > limits.deadline_seconds:
         return f"may take {high[0][where]:.0f} s, the deadline leaves {limits.deadline_seconds:.0f} s"
@@ -167,11 +168,11 @@ def _why_not(
         return f"may give up {points:.2g} points, objective.tolerance is {demand.tolerance:g}"
     if not among.tolerated[where]:
         return "rounds of whole steps would change the passes over some shard"
-    mine = own.staff, own.interval, own.way
+    mine = own.assignment, own.interval, own.way
     pairs = (
         (float(among.usd[where]), float(best.usd[mine]), "dearer"),
         (float(among.seconds[where]), float(best.seconds[mine]), "slower"),
-        (float(among.factor[at.staff]), float(best.factor[own.staff]), "more samples for the same progress"),
+        (float(among.factor[at.assignment]), float(best.factor[own.assignment]), "more samples for the same progress"),
     )
     return differences(*pairs, points=points - search.given_up(best, own, limits)) or "saves nothing that counts"
 

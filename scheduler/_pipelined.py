@@ -103,12 +103,12 @@ def _shape(cut: Staged, degree: int) -> PipelineShape:
 
     With more replicas, fewer micro-batches must be in flight to keep shared cores busy.
     """
-    from scheduler.pipeline import cuts_of, evaluate, explain, played, ways_of
+    from scheduler.pipeline import cuts_of, evaluate, explain, pipeline_options, played
 
     one = cut.problem.batch // cut.plan.way.degree
     problem = replace(cut.problem, batch=one * degree, degrees=(degree,))
     cuts = cuts_of(cut.problem, cut.plan)
-    tried = (evaluate(problem, way, cuts) for way in ways_of(problem))
+    tried = (evaluate(problem, way, cuts) for way in pipeline_options(problem))
     fitting = [played(problem, plan) for plan in tried if plan is not None]
     if not fitting:
         raise ValueError("stages that fit with replicas fit with any number of them")

@@ -15,7 +15,7 @@ from scheduler._configurations import (
 )
 from scheduler._cost_model import step_seconds
 from scheduler._estimate import basis_of, copied_of, estimate, occasion_of, spread_of
-from scheduler._exchange import Ways, policy_of, share_of, ways_of
+from scheduler._exchange import ExchangeOptions, exchange_options, policy_of, share_of
 from scheduler._explain import alternatives, alternatives_of_parts, beyond_limits, chosen_slice
 from scheduler._model import (
     Alternative,
@@ -125,7 +125,7 @@ class _Problem:
     placed: PlacedShards
     fronts: tuple[RegionConfigurations, ...]
     """Configurations by region, in the order of their names."""
-    ways: Ways
+    ways: ExchangeOptions
     search: PlanSearch
     _made: list[tuple[Demand, Plan]] = field(default_factory=list)
     """The last plan, before its slice is chosen, and its demand: the best batch's is first made, then explained."""
@@ -142,7 +142,7 @@ class _Problem:
 
     def _plan(self, evaluated: EvaluatedPlans, place: PlanIndex, demand: Demand, limits: PlanCriteria) -> Plan:
         snapshot, way = self.placed.snapshot, self.ways.each[evaluated.ways[place.way]]
-        own = list(zip(self.fronts, evaluated.choice[place.staff].tolist(), strict=True))
+        own = list(zip(self.fronts, evaluated.choice[place.assignment].tolist(), strict=True))
         chosen = [front[n] for front, n in own]
         merging = merging_of(chosen)
         if merging is None and demand.collective is None:
@@ -157,8 +157,8 @@ class _Problem:
         plan = Plan(
             partitions=partitions,
             copies=self.placed.copies,
-            rounds=int(evaluated.rounds[place.staff, place.interval]),
-            interval=int(evaluated.interval[place.staff, place.interval]),
+            rounds=int(evaluated.rounds[place.assignment, place.interval]),
+            interval=int(evaluated.interval[place.assignment, place.interval]),
             collective=demand.collective or (merging[0] if merging else "auto"),
             channel=demand.channel or "auto",
             merging=demand.merging if not merging or not merging[1] else {"k": float(merging[1]), **demand.merging},
@@ -206,7 +206,7 @@ class _Problem:
     def _learning(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> Learning:
         measured = self.search.evaluation.measured_noise
         return Learning(
-            samples_factor=float(evaluated.factor[place.staff]),
+            samples_factor=float(evaluated.factor[place.assignment]),
             points=self.search.given_up(evaluated, place, replace(limits, progress=True)),
             noise_samples=measured or PRIOR_NOISE_SAMPLES,
             basis="measured" if measured else "prior",
@@ -225,7 +225,7 @@ def limits_of(demand: Demand) -> PlanCriteria:
     return PlanCriteria(demand.minimise, deadline, budget, progress=progress)
 
 
-_KnownWays = dict[tuple[tuple[str, ...], bool], Ways | Declined]
+_KnownOptions = dict[tuple[tuple[str, ...], bool], ExchangeOptions | Declined]
 """Ways to exchange, by regions and whether some run pipelines: shards do not matter."""
 
 
@@ -234,9 +234,9 @@ class _SharedWays:
 
     def __init__(self) -> None:
         self._demand: Demand | None = None
-        self._known: _KnownWays = {}
+        self._known: _KnownOptions = {}
 
-    def of(self, demand: Demand) -> _KnownWays:
+    def of(self, demand: Demand) -> _KnownOptions:
         """Return the ways that are known, to which others may be added."""
         wanted = replace(
             demand, batch=1, least_batch=None, minimise="cost", deadline_seconds=None, budget_usd=None, explained=True
@@ -246,7 +246,7 @@ class _SharedWays:
         return self._known
 
 
-def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = None) -> _Problem | Declined:
+def _problem(placed: PlacedShards, demand: Demand, known: _KnownOptions | None = None) -> _Problem | Declined:
     """Return the problem of a demand, or why there is none. ``known``: the ways of other layouts, to which its own are
     added."""
     snapshot, method = placed.snapshot, METHODS[demand.method] if demand.method is not None else None
@@ -272,7 +272,7 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = No
     known = {} if known is None else known
     among = tuple(region.name for region in regions), any(part.pipeline is not None for part in parts)
     if among not in known:
-        known[among] = ways_of(regions, parts, snapshot, demand)
+        known[among] = exchange_options(regions, parts, snapshot, demand)
     ways = known[among]
     if isinstance(ways, Declined):
         return ways
@@ -286,7 +286,7 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = No
         noise_samples(snapshot.profiles.values()),
     )
     spread = Spread(spread_of(basis_of(regions, snapshot))[1], *copied_of(placed.copies, snapshot.by_name))
-    only = None if method is None else method.staffing(evaluation)
+    only = None if method is None else method.assignment(evaluation)
     return _Problem(placed, fronts, ways, PlanSearch(evaluation, spread, only))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler._cost_model import Floats, Staffs
+from scheduler._cost_model import Assignments, Floats
 from scheduler.search import Ints, PlanEvaluation
 
 __all__ = ["METHODS", "PublishedMethod"]
@@ -21,7 +21,7 @@ __all__ = ["METHODS", "PublishedMethod"]
 class PublishedMethod:
     """One rule."""
 
-    staffing: Callable[[PlanEvaluation], Ints]
+    assignment: Callable[[PlanEvaluation], Ints]
     """Chooses a configuration for each region of those that there are; shape (regions,)."""
     collective: str | None = None
     """What its workers merge by; None: as the plan chooses."""
@@ -29,25 +29,25 @@ class PublishedMethod:
     """Whether it chooses the configuration of each region alone, from its profile (`fasdl_heuristic`)."""
 
 
-def _passes(staffs: Staffs, evaluation: PlanEvaluation) -> Floats:
+def _passes(assignments: Assignments, evaluation: PlanEvaluation) -> Floats:
     """Return the seconds of a pass over each shard; shape (regions, configurations)."""
-    return np.asarray(evaluation.samples[:, None] / staffs.step_samples * staffs.step_seconds)
+    return np.asarray(evaluation.samples[:, None] / assignments.step_samples * assignments.step_seconds)
 
 
 def _greedy(evaluation: PlanEvaluation) -> Ints:
     """All workers that are free in each region, at the memory with which they are fastest."""
-    staffs = evaluation.configured
-    most = staffs.step_samples >= staffs.step_samples.max(axis=1, keepdims=True)
-    return np.asarray(np.where(most, _passes(staffs, evaluation), np.inf).argmin(axis=1))
+    assignments = evaluation.configured
+    most = assignments.step_samples >= assignments.step_samples.max(axis=1, keepdims=True)
+    return np.asarray(np.where(most, _passes(assignments, evaluation), np.inf).argmin(axis=1))
 
 
 def _load_power(evaluation: PlanEvaluation) -> Ints:
     """Load-power matching (Cloudless-Training, arXiv 2303.05330): the region that is slowest with all its
     workers sets the pace, and each takes what costs least of what keeps it."""
-    staffs = evaluation.configured
-    passes = _passes(staffs, evaluation)
+    assignments = evaluation.configured
+    passes = _passes(assignments, evaluation)
     pace = passes.min(axis=1).max()
-    return np.asarray(np.where(passes <= pace * (1 + 1e-9), staffs.worker_usd, np.inf).argmin(axis=1))
+    return np.asarray(np.where(passes <= pace * (1 + 1e-9), assignments.worker_usd, np.inf).argmin(axis=1))
 
 
 def _only(evaluation: PlanEvaluation) -> Ints:

@@ -1,7 +1,7 @@
 """Whether a running job should continue with other numbers of workers: more, fewer, or in other regions.
 
 The plan used what was known; regions then turn out faster or slower, are throttled, or lend their workers to others.
-The ways to staff the rest of the job are evaluated with measured speeds. Workers change
+The possible workers for the rest of the job are evaluated with measured speeds. Workers change
 only where that saves more than the change costs, or keeps a promise that would break, since a job pays for every
 change.
 """
@@ -18,8 +18,8 @@ __all__ = [
     "EvaluatedOption",
     "Option",
     "RunningRegion",
-    "Staffing",
     "WorkerChange",
+    "WorkerLimits",
     "options",
     "pace",
     "paces",
@@ -90,7 +90,7 @@ def pace(
 def paces(
     regions: Sequence[RunningRegion], exchange_seconds: float, background: bool
 ) -> tuple[tuple[Mapping[str, int], float], ...]:
-    """Return the ways to staff a job, each faster than the one before with no fewer workers anywhere: workers by
+    """Return the possible workers of a job, each faster than the one before with no fewer workers anywhere: workers by
     region, and rounds a second.
 
     The present one is among them; those that cannot be ordered with it are omitted.
@@ -123,9 +123,9 @@ def _in_line(one: Sequence[int], other: Sequence[int]) -> bool:
     return all(d >= 0 for d in differences) or all(d <= 0 for d in differences)
 
 
-def _bounds(region: RunningRegion) -> Staffing:
+def _bounds(region: RunningRegion) -> WorkerLimits:
     load_seconds = region.steps_per_round * region.batch / region.samples_per_second
-    return Staffing(load_seconds, max(1, min(region.free, region.batch)))
+    return WorkerLimits(load_seconds, max(1, min(region.free, region.batch)))
 
 
 def worker_change(
@@ -197,7 +197,7 @@ def _reason(
 
 
 @dataclass(frozen=True)
-class Staffing:
+class WorkerLimits:
     """The limits of a region's number of workers."""
 
     load_seconds: float
@@ -210,7 +210,7 @@ class Staffing:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to staff all regions."""
+    """One assignment of workers to all regions."""
 
     name: str
     """Text for users: "matched" is load-power matching, "greedy" uses everything that is free."""
@@ -218,8 +218,8 @@ class Option:
     """Workers by region, in the order of the regions."""
 
 
-def options(regions: Sequence[Staffing]) -> tuple[Option, ...]:
-    """Return the staffing for every pace, the fastest first, and last the one that uses everything free; no duplicates.
+def options(regions: Sequence[WorkerLimits]) -> tuple[Option, ...]:
+    """Return the assignment for every pace, fastest first, and last the one that uses everything free; no duplicates.
 
     A pace is the time of a pass over the data; a region keeps it with the fewest workers that are fast enough.
     """
@@ -234,7 +234,7 @@ def options(regions: Sequence[Staffing]) -> tuple[Option, ...]:
     return (*named, *([] if greedy in found else [Option("greedy", greedy)]))
 
 
-def _keeping(region: Staffing, pace: float) -> int:
+def _keeping(region: WorkerLimits, pace: float) -> int:
     # A hair less, so that a pace which comes from the region itself is kept.
     return max(region.least, min(region.free, math.ceil(region.load_seconds / pace - 1e-9)))
 

@@ -6,12 +6,13 @@ from scheduler.deadline._buddy import Buddy, BuddyPlacement
 from scheduler.deadline._curve import SpeedCurve, curve_from_table
 from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Overhead, Rules
 from scheduler.deadline._preemptible import KindAllotment, LatestExit, allot_kinds, latest_exit, preemptible_share
-from scheduler.deadline._reservations import Gang, Reservation, StaffingPace, devices_of
+from scheduler.deadline._reservations import AssignmentPace, Gang, Reservation, devices_of
 from scheduler.deadline._schedule_simulation import Placement, SimulatedSchedule
 
 __all__ = [
     "LIVE",
     "Allotment",
+    "AssignmentPace",
     "Buddy",
     "BuddyPlacement",
     "DeadlineJob",
@@ -26,7 +27,6 @@ __all__ = [
     "Rules",
     "SimulatedSchedule",
     "SpeedCurve",
-    "StaffingPace",
     "allot",
     "allot_kinds",
     "curve_from_table",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scheduler.deadline._curve import SpeedCurve
 from scheduler.deadline._model import DeviceCapacity, Rules
 
-__all__ = ["Gang", "Reservation", "StaffingPace", "WorkerLedger", "devices_of"]
+__all__ = ["AssignmentPace", "Gang", "Reservation", "WorkerLedger", "devices_of"]
 
 _AS_CHEAP = 1.1
 """A running job keeps its pace to its end where that takes at most this factor of the least device time."""
@@ -25,8 +25,8 @@ _WORTH_SLOWING = 4.0
 
 
 @dataclass(frozen=True)
-class StaffingPace:
-    """One way to staff all regions of a job, and its speed."""
+class AssignmentPace:
+    """One assignment of workers to all regions of a job, and its speed."""
 
     workers: Mapping[str, int]
     """Workers by region."""
@@ -54,7 +54,7 @@ class Gang:
     """
 
     name: str
-    paces: tuple[StaffingPace, ...]
+    paces: tuple[AssignmentPace, ...]
     """Ascending in rate, and in no region descending in workers."""
     work: float
     """Rounds left."""
@@ -137,7 +137,7 @@ class Reservation:
     schedule: tuple[tuple[float, int], ...] = ()
     """(instant, pace from then on): forecast with spare workers included. The forecasts of all gangs were simulated
     together to the end, with all pauses, and no gang was late."""
-    ladder: tuple[StaffingPace, ...] = ()
+    ladder: tuple[AssignmentPace, ...] = ()
     """Paces that `pace_indices` and `schedule` refer to: the gang's at the time of the answer. They may have changed
     since."""
 

@@ -20,7 +20,7 @@ from scheduler.pipeline._model import (
     StageChannel,
     StageRegion,
 )
-from scheduler.pipeline._planner import cheapest, fastest, front, uniform, ways_of
+from scheduler.pipeline._planner import cheapest, fastest, front, pipeline_options, uniform
 
 __all__ = [
     "ORDERS",
@@ -44,7 +44,7 @@ __all__ = [
     "explain",
     "fastest",
     "front",
+    "pipeline_options",
     "played",
     "uniform",
-    "ways_of",
 ]

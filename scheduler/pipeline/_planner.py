@@ -9,7 +9,7 @@ from scheduler.pipeline._evaluate import evaluate, held_bytes
 from scheduler.pipeline._model import MIB, Cut, NothingFitsError, PipelineOptions, PipelineProblem, PlannedPipeline
 from scheduler.pipeline._search import search
 
-__all__ = ["cheapest", "fastest", "front", "uniform", "ways_of"]
+__all__ = ["cheapest", "fastest", "front", "pipeline_options", "uniform"]
 
 
 def front(problem: PipelineProblem, within: float = 0.0) -> tuple[PlannedPipeline, ...]:
@@ -25,7 +25,7 @@ def front(problem: PipelineProblem, within: float = 0.0) -> tuple[PlannedPipelin
         raise ValueError("a pipeline needs at least one layer and one sample")
     if within < 0:
         raise ValueError("a pipeline cannot be within less than nothing of the front")
-    found = search(problem, ways_of(problem), within)
+    found = search(problem, pipeline_options(problem), within)
     if not found:
         raise NothingFitsError(_why_not(problem))
     plans = (evaluate(problem, way, cuts) for way, cuts in found)
@@ -50,7 +50,7 @@ def uniform(problem: PipelineProblem) -> tuple[PlannedPipeline, ...]:
     """
     length, sizes = len(problem.profile.layers), problem.places[0].sizes
     found: list[PlannedPipeline] = []
-    for way in (way for way in ways_of(problem) if way.order == "gpipe"):
+    for way in (way for way in pipeline_options(problem) if way.order == "gpipe"):
         for stages in range(1, length + 1):
             if problem.stages not in (None, stages):
                 continue
@@ -73,7 +73,7 @@ def best_of(plans: Iterable[PlannedPipeline]) -> tuple[PlannedPipeline, ...]:
     return tuple(best)
 
 
-def ways_of(problem: PipelineProblem) -> tuple[PipelineOptions, ...]:
+def pipeline_options(problem: PipelineProblem) -> tuple[PipelineOptions, ...]:
     """Return all degrees, micro-batches and orders that are tried."""
     found = []
     for degree in sorted({degree for degree in problem.degrees if degree <= problem.batch}):
@@ -95,7 +95,7 @@ def _why_not(problem: PipelineProblem) -> str:
     most_mb, place, size = max(roomiest)
     for number, layer in enumerate(problem.profile.layers):
         cut = Cut(number, number, place, size)
-        least = min(held_bytes(problem, way, cut, 1) for way in ways_of(problem))
+        least = min(held_bytes(problem, way, cut, 1) for way in pipeline_options(problem))
         if least > most_mb * MIB:
             needed = least / MIB
             return (

@@ -1,7 +1,7 @@
 """Evaluates plans of one demand over given regions, many at once: seconds, money, and points that are given up.
 
-A staffing is one configuration for each region, by its number there. Every staffing is evaluated with several intervals
-and ways to exchange.
+An assignment is one configuration for each region, by its number there. Every assignment is evaluated with several
+intervals and ways to exchange.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler._cost_model import Bools, Exchanges, Floats, Occasion, Staffs, course
-from scheduler._exchange import Ways, policy_of
+from scheduler._cost_model import Assignments, Bools, Exchanges, Floats, JobConstants, course
+from scheduler._exchange import ExchangeOptions, policy_of
 from scheduler._model import Demand
 from scheduler.tuning._learning import (
     PRIOR_NOISE_SAMPLES,
@@ -62,36 +62,36 @@ _SHORT_INTERVALS = range(1, 13)
 class PlanIndex:
     """One evaluated plan, by its place on the axes."""
 
-    staff: int
+    assignment: int
     interval: int
     way: int
 
 
 @dataclass(frozen=True)
 class EvaluatedPlans:
-    """Staffings with all intervals and ways to exchange that were tried: arrays with these three axes."""
+    """Assignments with all intervals and ways to exchange that were tried: arrays with these three axes."""
 
     choice: Ints
-    """By staffing and region: number of the configuration."""
+    """By assignment and region: number of the configuration."""
     ways: tuple[int, ...]
     """Numbers of the ways on the last axis."""
     intervals: Ints
     """Numbers of the intervals on the middle axis."""
     interval: Floats
     rounds: Floats
-    """By staffing and interval."""
+    """By assignment and interval."""
     seconds: Floats
     usd: Floats
     points: Floats
     """Points that the exchange gives up against the usual one; below 0 where it is more careful."""
     off_points: Floats
-    """Points that count as given up by other passes over the shards than asked, by staffing and interval."""
+    """Points that count as given up by other passes over the shards than asked, by assignment and interval."""
     most: Floats
-    """Points by both that are tolerated, by staffing: the tolerance, or the least that any interval allows."""
+    """Points by both that are tolerated, by assignment: the tolerance, or the least that any interval allows."""
     factor: Floats
-    """`samples_factor`, by staffing."""
+    """`samples_factor`, by assignment."""
     batch_points: Floats
-    """Points that the global batch gives up, by staffing."""
+    """Points that the global batch gives up, by assignment."""
 
     @cached_property
     def tolerated(self) -> Bools:
@@ -109,19 +109,19 @@ class PlanEvaluation:
         self,
         figures: Sequence[Floats],
         samples: Sequence[int],
-        ways: Ways,
-        occasion: Occasion,
+        ways: ExchangeOptions,
+        constants: JobConstants,
         demand: Demand,
         noise: float | None,
     ) -> None:
-        """``figures``: by region, `Staffs.figures` of its configurations, shape (figures, configurations).
+        """``figures``: by region, `Assignments.figures` of its configurations, shape (figures, configurations).
         ``samples``: of each region's shards. ``noise``: the measured noise scale in samples."""
         self.useful_ways, self.demand = _undominated(ways), demand
         self.ways, self.least_ways = _with_least(ways, self.useful_ways)
         """``least_ways``: one that waits and one that does not, each of which is no worse than any useful one in any
         respect: what plans take at least."""
         self._figures_of_ways: dict[tuple[int, ...], tuple[Exchanges, Floats]] = {}
-        self._occasion, self.measured_noise, self._noise = occasion, noise, noise or PRIOR_NOISE_SAMPLES
+        self._constants, self.measured_noise, self._noise = constants, noise, noise or PRIOR_NOISE_SAMPLES
         self.sizes = np.array([own.shape[1] for own in figures])
         # What all configurations of each region have in common is held once: of many regions that is most of all.
         every, begins = np.concatenate(figures, axis=1), self.sizes.cumsum() - self.sizes
@@ -133,8 +133,10 @@ class PlanEvaluation:
         # Regions with fewer configurations repeat their last one.
         places = begins[:, None] + np.minimum(np.arange(self.sizes.max()), self.sizes[:, None] - 1)
         self._others = np.flatnonzero(~common), every[~common].take(places, axis=1)
-        each, self._told_once = self._others[1], Staffs.told_once()
-        self.configured = self._staffs(np.broadcast_to(self._common[1], (int(common.sum()), *each.shape[1:])), each)
+        each, self._told_once = self._others[1], Assignments.told_once()
+        self.configured = self._assignments(
+            np.broadcast_to(self._common[1], (int(common.sum()), *each.shape[1:])), each
+        )
         """Every configuration of every region, shape (regions, configurations)."""
         self.samples = np.array(samples, float)
         self.least_samples = float(self.configured.step_samples.min(axis=1).sum())
@@ -153,9 +155,9 @@ class PlanEvaluation:
         most: Floats | None = None,
         roughly: bool = False,
     ) -> EvaluatedPlans:
-        """Evaluate staffings with all intervals, or with some, and with the given ways or all that may be best.
+        """Evaluate assignments with all intervals, or with some, and with the given ways or all that may be best.
 
-        ``most``: `EvaluatedPlans.most` of the staffings, if it is known. Roughly: whether another interval would fit
+        ``most``: `EvaluatedPlans.most` of the assignments, if it is known. Roughly: whether another interval would fit
         the shards better does not count.
         """
         ways = ways or self.useful_ways
@@ -177,8 +179,8 @@ class PlanEvaluation:
     def _evaluated(
         self, choice: Ints, intervals: Ints | None, ways: tuple[int, ...], most: Floats | None, *, roughly: bool
     ) -> EvaluatedPlans:
-        staffs = self.staffs(choice)
-        total, shares = self.loads(staffs)
+        assignments = self.assignments(choice)
+        total, shares = self.loads(assignments)
         numbers, usual = np.arange(len(self.intervals)) if intervals is None else intervals, self._careful(total)
         if roughly:
             most = np.full(len(choice), np.inf)
@@ -192,11 +194,11 @@ class PlanEvaluation:
             another = roughly and len(self.intervals) > 1
             steps_of, rounds, steps, off = self._lengths(self.intervals[numbers], total, shares, exact=another)
         exchanges, coding = self._of_ways(ways)
-        took = course(staffs, self._occasion, rounds, steps, exchanges)
+        took = course(assignments, self._constants, rounds, steps, exchanges)
         late = exchanges.background * exchanges.seconds / took.compute if self.ways.optional_background else 0.0
-        # What is given up against the usual exchange of the same staffing.
+        # What is given up against the usual exchange of the same assignment.
         points = exchange_points(rounds[..., None], coding, late) - usual[..., None]
-        factor = samples_factor(staffs.step_samples.sum(axis=1), self._compared_samples, self._noise)
+        factor = samples_factor(assignments.step_samples.sum(axis=1), self._compared_samples, self._noise)
         return EvaluatedPlans(
             choice, ways, numbers, steps_of, rounds, took.seconds, took.usd, points, off, most, factor,
             self._batch_points(factor),
@@ -213,32 +215,32 @@ class PlanEvaluation:
 
     def steps(self, evaluated: EvaluatedPlans, place: PlanIndex) -> Floats:
         """Return the steps of a plan's rounds, by region."""
-        shares = self.loads(self.staffs(evaluated.choice[place.staff][None, :]))[1]
-        return np.asarray(whole_steps(evaluated.interval[place.staff][None, [place.interval]], shares)[0, 0])
+        shares = self.loads(self.assignments(evaluated.choice[place.assignment][None, :]))[1]
+        return np.asarray(whole_steps(evaluated.interval[place.assignment][None, [place.interval]], shares)[0, 0])
 
-    def staffs(self, choice: Ints) -> Staffs:
-        """Return the figures of staffings."""
+    def assignments(self, choice: Ints) -> Assignments:
+        """Return the figures of assignments."""
         figures, regions, most = self._others[1].shape
         at = np.arange(regions)[:, None] * most + choice.T
         chosen = self._others[1].reshape(figures, regions * most).take(at, axis=1)
-        # Each region's figures lie together, as in `Staffs.of`.
+        # Each region's figures lie together, as in `Assignments.of`.
         common = [
             self._common[1][place].T
             if number in self._told_once
             else np.repeat(self._common[1][place], len(choice), 1).T
             for place, number in enumerate(self._common[0].tolist())
         ]
-        return self._staffs(common, np.swapaxes(chosen, 1, 2))
+        return self._assignments(common, np.swapaxes(chosen, 1, 2))
 
-    def _staffs(self, common: Iterable[Floats], others: Iterable[Floats]) -> Staffs:
-        """Return staffings of figures of both kinds, each of shape (figures, ...)."""
+    def _assignments(self, common: Iterable[Floats], others: Iterable[Floats]) -> Assignments:
+        """Return assignments of figures of both kinds, each of shape (figures, ...)."""
         numbers = [*self._common[0].tolist(), *self._others[0].tolist()]
         figures = dict(zip(numbers, [*common, *others], strict=True))
-        return Staffs(*(figures[number] for number in sorted(figures)))
+        return Assignments(*(figures[number] for number in sorted(figures)))
 
     @cached_property
     def least_batch_points(self) -> float:
-        """Points that the smallest global batch of all staffings gives up."""
+        """Points that the smallest global batch of all assignments gives up."""
         factor = samples_factor(np.array([self.least_samples]), self._compared_samples, self._noise)
         return float(self._batch_points(factor)[0])
 
@@ -259,12 +261,12 @@ class PlanEvaluation:
         return batch_points(factor, self._compared_samples, demand.epochs * float(self.samples.sum()))
 
     def _most(self, off: Floats, rounds: Floats, usual: Floats) -> Floats:
-        """Return the tolerance, or what the most careful way has to give up; by staffing."""
+        """Return the tolerance, or what the most careful way has to give up; by assignment."""
         careful = (exchange_points(rounds, self.ways.coding.min(), 0.0) - usual).clip(0.0) + off
         return np.asarray(np.maximum(self.demand.tolerance, careful.min(axis=1)))
 
     def _careful(self, total: Floats) -> Floats:
-        """Return the points that the usual exchange costs, shape (staffings, 1)."""
+        """Return the points that the usual exchange costs, shape (assignments, 1)."""
         _, usual = self.rounds(total, np.array([float(self._usual)]))
         if self.demand.interval is None:
             usual = np.maximum(usual, np.minimum(FEWEST_ROUNDS, np.maximum(1.0, np.round(total))[:, None]))
@@ -276,18 +278,18 @@ class PlanEvaluation:
             self._figures_of_ways[ways] = self.ways.figures.at(ways), self.ways.coding[list(ways)]
         return self._figures_of_ways[ways]
 
-    def loads(self, staffs: Staffs) -> tuple[Floats, Floats]:
+    def loads(self, assignments: Assignments) -> tuple[Floats, Floats]:
         """Return the steps of the region that makes the most, and each region's as a part of them."""
         demand, epochs = self.demand, self.demand.epochs or 1.0
         if demand.balance == "speed":
             # All rounds take equally long; together the regions make the demanded epochs.
-            rates = 1.0 / staffs.step_seconds
+            rates = 1.0 / assignments.step_seconds
             fastest = rates.max(axis=1)
-            total = epochs * self.samples.sum() / (rates * staffs.step_samples).sum(axis=1) * fastest
+            total = epochs * self.samples.sum() / (rates * assignments.step_samples).sum(axis=1) * fastest
             shares = rates / fastest[:, None]
         else:
             # All regions make the same epochs.
-            passes = self.samples / staffs.step_samples
+            passes = self.samples / assignments.step_samples
             most = passes.max(axis=1)
             total, shares = epochs * most, passes / most[:, None]
         if demand.clients is not None:
@@ -298,7 +300,7 @@ class PlanEvaluation:
         return total, shares
 
     def rounds(self, total: Floats, intervals: Floats) -> tuple[Floats, Floats]:
-        """Return interval and number of rounds, by staffing and interval.
+        """Return interval and number of rounds, by assignment and interval.
 
         An interval that the demand states stays, unless it would change the number of steps by more than `MOST_OFF`.
         """
@@ -313,13 +315,13 @@ class PlanEvaluation:
         return np.where(stays, interval, shorter), np.where(stays, whole, rounds)
 
     def _tried_intervals(self) -> tuple[int, ...]:
-        every = Staffs(*(getattr(self.configured, field.name).T for field in fields(Staffs)))
+        every = Assignments(*(getattr(self.configured, field.name).T for field in fields(Assignments)))
         fewest = float(self.loads(every)[0].min()) if self.demand.steps is None else float(self.demand.steps)
         return (*_SHORT_INTERVALS, *_INTERVALS) if fewest < FEWEST_ROUNDS * USUAL_INTERVAL else _INTERVALS
 
 
 def whole_steps(interval: Floats, shares: Floats) -> Floats:
-    """Return the whole steps of a round, by staffing, interval and region."""
+    """Return the whole steps of a round, by assignment, interval and region."""
     return np.maximum(1.0, np.round(interval[..., None] * shares[:, None, :]))
 
 
@@ -334,7 +336,7 @@ def off_share(rounds: Floats, steps: Floats, asked: Floats) -> Floats:
     return np.asarray(np.maximum(0.0, np.abs(rounds * steps - asked) - 1.0) / asked)
 
 
-def _with_least(ways: Ways, useful: tuple[int, ...]) -> tuple[Ways, tuple[int, ...]]:
+def _with_least(ways: ExchangeOptions, useful: tuple[int, ...]) -> tuple[ExchangeOptions, tuple[int, ...]]:
     """Return the figures of ways with those of one more of each kind, and the numbers of these."""
     its, own = ways.figures, np.array(useful)
     groups = [own[its.background[own] == background] for background in (False, True)]
@@ -352,7 +354,7 @@ def _with_least(ways: Ways, useful: tuple[int, ...]) -> tuple[Ways, tuple[int, .
     return extended, tuple(range(count, count + len(groups)))
 
 
-def _undominated(ways: Ways) -> tuple[int, ...]:
+def _undominated(ways: ExchangeOptions) -> tuple[int, ...]:
     """Return the ways that no other equals or beats in every figure; of equal ones the first."""
     its = ways.figures
     rows = np.stack(

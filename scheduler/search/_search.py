@@ -4,7 +4,7 @@ Inputs: regions with capacity, prices, links and measurements (`Snapshot`), and 
 
 Decisions, each fixed by the demand or searched: for every region its workers, function memory, collective and K, or the
 replicas of its pipeline (`configurations`); for the federation the interval, codec, topology, and whether training
-continues during the exchange (`ways_of`).
+continues during the exchange (`exchange_options`).
 
 Cost: `course`, with everything that the meter bills.
 
@@ -16,7 +16,7 @@ step and `MOST_OFF` count as points. Money is saved by a larger global batch onl
 Objective: money, or time, for the same progress: times `samples_factor`. Where plans hardly differ in it, what they
 give up of the metric decides (`POINT_WORTH`), then the other measure (`OTHER_WORTH`).
 
-Method: if the staffings are few, all are evaluated. Else for every pace of a pass over the data each region takes its
+Method: if the assignments are few, all are evaluated. Else for every pace of a pass over the data each region takes its
 cheapest configuration that keeps it, at several prices of a sample in the global batch, and every interval and exchange
 is evaluated with these. From the best of them, one region's configuration at a time is changed while that helps, then
 those of two regions; in the end, all regions' together so that their whole steps fit another interval. Whether limits
@@ -33,8 +33,8 @@ from functools import cached_property, partial
 import numpy as np
 
 from scheduler._cost_model import Bools, Floats
+from scheduler.search._assignments import BEYOND_WORTH, MOST_TRIED, AssignmentSearch, joined, logarithm
 from scheduler.search._evaluation import MOST_AT_ONCE, EvaluatedPlans, Ints, PlanEvaluation, PlanIndex
-from scheduler.search._staffings import BEYOND_WORTH, MOST_TRIED, Staffings, joined, logarithm
 
 __all__ = ["PlanCriteria", "PlanSearch", "Spread"]
 
@@ -57,7 +57,7 @@ _LEAST_GAIN = 1e-9
 _ROUNDING_POINTS = 1e-6
 """Points by which two ways to compute them may differ."""
 _LEAST_BOUNDED = 320
-"""Staffings times ways from which bounds take less time than they save."""
+"""Assignments times ways from which bounds take less time than they save."""
 _MOST_JOINED = 256
 """Changes that are looked at for those that help together."""
 _MOST_STARTS = 3
@@ -96,18 +96,19 @@ class PlanSearch:
     """The best of all plans of one demand over given regions."""
 
     def __init__(self, evaluation: PlanEvaluation, spread: Spread, only: Ints | None = None) -> None:
-        """``spread``: the upper bounds of what plans are expected to take. ``only``: the one staffing that is tried."""
-        self.evaluation, self._staffings, self._spread = evaluation, Staffings(evaluation, only), spread
+        """``spread``: the upper bounds of what plans are expected to take. ``only``: the one
+        assignment that is tried."""
+        self.evaluation, self._assignments, self._spread = evaluation, AssignmentSearch(evaluation, only), spread
         self._found: dict[PlanCriteria, tuple[EvaluatedPlans, PlanIndex] | None] = {}
         self._scores: dict[PlanCriteria, dict[bytes, float]] = {}
-        """By staffing, a score that no interval and way betters, as far as it is known."""
+        """By assignment, a score that no interval and way betters, as far as it is known."""
 
     # What can be asked
 
     @cached_property
     def paces(self) -> EvaluatedPlans:
-        """Every pace that was tried; all staffings if they are few."""
-        return self.evaluation.evaluate(self._staffings.by_pace)
+        """Every pace that was tried; all assignments if they are few."""
+        return self.evaluation.evaluate(self._assignments.by_pace)
 
     def best(self, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
         """Return the best plan within the limits; None: no plan keeps them."""
@@ -118,7 +119,7 @@ class PlanSearch:
 
     @property
     def may_be_careful(self) -> bool:
-        """Whether some staffing may give up no more points than the tolerance: the smallest global batch must."""
+        """Whether some assignment may give up no more points than the tolerance: the smallest global batch must."""
         return self.evaluation.least_batch_points <= max(0.0, self.evaluation.demand.tolerance) + _ROUNDING_POINTS
 
     def roughly(self, limits: PlanCriteria) -> tuple[float, ...]:
@@ -130,12 +131,12 @@ class PlanSearch:
             seconds, usd = self.highest(self.paces)
             over = np.maximum(seconds / limits.deadline_seconds, usd / limits.budget_usd)
             return 1.0, float(np.where(self.paces.tolerated, over, np.inf).min())
-        own = place.staff, place.interval, place.way
+        own = place.assignment, place.interval, place.way
         measures = float(self.paces.seconds[own]), float(self.paces.usd[own]) + self._spread.copied_usd
         return (0.0, *(measures if limits.minimise == "time" else measures[::-1]))
 
     def _best(self, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
-        if self._staffings.all_tried:
+        if self._assignments.all_tried:
             return self._best_of_all(limits)
         starts = self._starts(limits)
         if not limits.possible and (math.isfinite(limits.deadline_seconds) or math.isfinite(limits.budget_usd)):
@@ -150,19 +151,21 @@ class PlanSearch:
         if found is None:
             return math.inf, math.inf
         evaluated, place = found
-        at = place.staff, place.interval, place.way
+        at = place.assignment, place.interval, place.way
         seconds, usd = self.highest(evaluated)
         return float(seconds[at]), float(usd[at])
 
     def around(self, evaluated: EvaluatedPlans, place: PlanIndex) -> EvaluatedPlans:
-        """Return a plan with all intervals and ways of its staffing."""
+        """Return a plan with all intervals and ways of its assignment."""
         return self.evaluation.evaluate(
-            evaluated.choice[place.staff][None, :], ways=tuple(range(len(self.evaluation.ways.each)))
+            evaluated.choice[place.assignment][None, :], ways=tuple(range(len(self.evaluation.ways.each)))
         )
 
     def neighbours(self, evaluated: EvaluatedPlans, place: PlanIndex) -> EvaluatedPlans:
-        """Return a plan's exchange with other staffings: every pace, and one region changed."""
-        others = np.concatenate([self._staffings.changed(evaluated.choice[place.staff]), self._staffings.by_pace])
+        """Return a plan's exchange with other assignments: every pace, and one region changed."""
+        others = np.concatenate(
+            [self._assignments.changed(evaluated.choice[place.assignment]), self._assignments.by_pace]
+        )
         return self.evaluation.evaluate(others, evaluated.intervals[[place.interval]], (evaluated.ways[place.way],))
 
     def score(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> Floats:
@@ -188,7 +191,7 @@ class PlanSearch:
     def tolerates(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> bool:
         """Return whether a plan gives up no more than the tolerance by its global batch, too, where progress counts."""
         allowed = self.allowed(evaluated, replace(limits, careful=limits.progress))
-        return bool(allowed[place.staff, place.interval, place.way])
+        return bool(allowed[place.assignment, place.interval, place.way])
 
     def kept(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> Bools:
         """Return whether plans keep deadline and budget."""
@@ -199,8 +202,8 @@ class PlanSearch:
 
     def given_up(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> float:
         """Return the points that a plan may give up, by its exchange and, where progress counts, its global batch."""
-        exchange = max(0.0, float(evaluated.points[place.staff, place.interval, place.way]))
-        batch = float(evaluated.batch_points[place.staff]) if limits.progress else 0.0
+        exchange = max(0.0, float(evaluated.points[place.assignment, place.interval, place.way]))
+        batch = float(evaluated.batch_points[place.assignment]) if limits.progress else 0.0
         return min(100.0, exchange + batch)
 
     def highest(self, evaluated: EvaluatedPlans) -> tuple[Floats, Floats]:
@@ -226,14 +229,17 @@ class PlanSearch:
         return best
 
     def _starts(self, limits: PlanCriteria) -> list[tuple[EvaluatedPlans, PlanIndex]]:
-        """Return the best plans of the paces that were tried, each with another staffing."""
+        """Return the best plans of the paces that were tried, each with another assignment."""
         score = self._scored(self.paces, limits)
-        by_staff = score.reshape(len(score), -1)
-        order = by_staff.min(axis=1).argsort(kind="stable")[:_MOST_STARTS]
+        by_assignment = score.reshape(len(score), -1)
+        order = by_assignment.min(axis=1).argsort(kind="stable")[:_MOST_STARTS]
         return [
-            (self.paces, PlanIndex(int(n), *(int(k) for k in np.unravel_index(by_staff[n].argmin(), score.shape[1:]))))
+            (
+                self.paces,
+                PlanIndex(int(n), *(int(k) for k in np.unravel_index(by_assignment[n].argmin(), score.shape[1:]))),
+            )
             for n in order
-            if np.isfinite(by_staff[n].min())
+            if np.isfinite(by_assignment[n].min())
         ]
 
     def _limited(self, limits: PlanCriteria) -> list[EvaluatedPlans]:
@@ -250,10 +256,10 @@ class PlanSearch:
         return found if cheapest is None else [*found, cheapest[0]]
 
     def _never_careful(self, limits: PlanCriteria) -> bool:
-        """Return whether it is known that no plan gives up so few points by its global batch: all staffings that do are
-        so few that they are evaluated."""
+        """Return whether it is known that no plan gives up so few points by its global batch: all assignments that
+        do are so few that they are evaluated."""
         least = self.evaluation.least_ways
-        few = self._staffings.of_samples(
+        few = self._assignments.of_samples(
             self.evaluation.most_step_samples, MOST_AT_ONCE // (len(least) * len(self.evaluation.intervals))
         )
         return few is not None and not self.allowed(self.evaluation.evaluate(few, ways=least), limits).any()
@@ -274,12 +280,12 @@ class PlanSearch:
     ) -> tuple[EvaluatedPlans, PlanIndex]:
         """Change one region at a time while that helps, then two; until a plan that was seen from another start."""
         for _ in range(_MOST_CHANGES):
-            choice = evaluated.choice[place.staff]
+            choice = evaluated.choice[place.assignment]
             own = choice.tobytes(), int(evaluated.intervals[place.interval]), evaluated.ways[place.way]
             if own in seen:
                 break
             seen.add(own)
-            for change in (self._staffings.changed, self._staffings.changed_twice):
+            for change in (self._assignments.changed, self._assignments.changed_twice):
                 found = self._improved(change(choice), evaluated, place, limits)
                 if found is not None:
                     evaluated, place = found
@@ -291,7 +297,7 @@ class PlanSearch:
     def _improved(
         self, others: Ints, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria
     ) -> tuple[EvaluatedPlans, PlanIndex] | None:
-        """Return a staffing that is better, with the best of all intervals and ways for it; None: none was found.
+        """Return an assignment that is better, with the best of all intervals and ways for it; None: none was found.
 
         Those are looked at that are best with the present interval and way, and those that help there together.
         """
@@ -303,7 +309,7 @@ class PlanSearch:
         order = score.argsort(kind="stable")
         best = self.score_of(evaluated, place, limits)
         helps = others[order[: np.count_nonzero(score < best)][:_MOST_JOINED]]
-        together = joined(evaluated.choice[place.staff], helps)
+        together = joined(evaluated.choice[place.assignment], helps)
         return self._better(np.concatenate([others[order[:_MOST_LOOKED_AT]], together]), best, limits)
 
     def _improved_wholly(
@@ -311,17 +317,17 @@ class PlanSearch:
     ) -> tuple[EvaluatedPlans, PlanIndex] | None:
         """Return the best of the changes that suit an interval, of one region or of two, each with all intervals and
         ways; None: none is better. Where they are too many to be evaluated so, they are not."""
-        choice, best = evaluated.choice[place.staff], self.score_of(evaluated, place, limits)
+        choice, best = evaluated.choice[place.assignment], self.score_of(evaluated, place, limits)
         each = len(self.evaluation.sizes) * len(self.evaluation.intervals) * len(self.evaluation.useful_ways)
-        most, staffings = MOST_WHOLLY_EVALUATED // each, self._staffings
-        for change in (partial(staffings.fitted, most=most), staffings.changed, staffings.changed_twice):
+        most, assignments = MOST_WHOLLY_EVALUATED // each, self._assignments
+        for change in (partial(assignments.fitted, most=most), assignments.changed, assignments.changed_twice):
             others = change(choice)
             if 0 < len(others) <= most and (better := self._better(others, best, limits)) is not None:
                 return better
         return None
 
     def _better(self, others: Ints, than: float, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
-        """Return the best of some staffings, each with all intervals and ways; None: none has a better score."""
+        """Return the best of some assignments, each with all intervals and ways; None: none has a better score."""
         known = self._scores.setdefault(limits, {})
         rows, intervals, most = [row.tobytes() for row in others], None, None
         if not limits.possible:
@@ -332,7 +338,7 @@ class PlanSearch:
                 least = self._scored(bounds, limits).min(axis=2)
                 better = (least < than).any(axis=1)
                 known.update((rows[n], than) for n in left[~better].tolist())
-                # Of most staffings hardly an interval may be better.
+                # Of most assignments hardly an interval may be better.
                 intervals, left, most = np.flatnonzero((least < than).any(axis=0)), left[better], bounds.most[better]
             others, rows = others[left], [rows[n] for n in left.tolist()]
             if not len(others):
@@ -341,7 +347,7 @@ class PlanSearch:
         score = self._scored(whole, limits)
         known.update(zip(rows, score.min(axis=(1, 2), initial=than).tolist(), strict=True))
         found = PlanIndex(*(int(n) for n in np.unravel_index(score.argmin(), score.shape)))
-        best = float(score[found.staff, found.interval, found.way])
+        best = float(score[found.assignment, found.interval, found.way])
         return (whole, found) if best < than - _LEAST_GAIN else None
 
     @property
@@ -353,16 +359,16 @@ class PlanSearch:
 
     @cached_property
     def _least_of_all(self) -> EvaluatedPlans:
-        """What all staffings take at least, where they are few."""
-        return self.evaluation.evaluate(self._staffings.by_pace, ways=self.evaluation.least_ways)
+        """What all assignments take at least, where they are few."""
+        return self.evaluation.evaluate(self._assignments.by_pace, ways=self.evaluation.least_ways)
 
     def _best_of_all(self, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
-        """Return the best plan of all staffings, which are few."""
+        """Return the best plan of all assignments, which are few."""
         found = self.paces if "paces" in self.__dict__ or not self._bounds_pay else None
         if found is None:
             bounds = self._least_of_all
             least = self._scored(bounds, limits).min(axis=2)
-            # The best plan of the staffing that is best at most rules most others out.
+            # The best plan of the assignment that is best at most rules most others out.
             first = self.evaluation.evaluate(bounds.choice[[least.min(axis=1).argmin()]])
             may = (least <= self._scored(first, limits).min()) & (least < np.inf)
             rows, intervals = np.flatnonzero(may.any(axis=1)), np.flatnonzero(may.any(axis=0))
@@ -377,7 +383,7 @@ class PlanSearch:
         return np.where(self.allowed(evaluated, limits), self.score(evaluated, limits), np.inf)
 
     def score_of(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> float:
-        return float(self.score(evaluated, limits)[place.staff, place.interval, place.way])
+        return float(self.score(evaluated, limits)[place.assignment, place.interval, place.way])
 
     def _picked(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> PlanIndex | None:
         """Return the best of some plans; None: none keeps the limits."""

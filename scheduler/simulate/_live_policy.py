@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from scheduler.deadline import DeviceCapacity, Gang, Reservation, Rules, StaffingPace, allot, offer
+from scheduler.deadline import AssignmentPace, DeviceCapacity, Gang, Reservation, Rules, allot, offer
 from scheduler.simulate._engine import PolicyDecision, RunningJob
 from scheduler.simulate._nodes import ClusterNodes
 
@@ -62,7 +62,7 @@ def _gang(job: RunningJob, devices: int) -> Gang:
     """Return the job as a gang, whose paces are the levels of the curve's lower hull that the region has."""
     levels, rates = job.believed.ladder
     paces = tuple(
-        StaffingPace({_REGION: level}, rate)
+        AssignmentPace({_REGION: level}, rate)
         for level, rate in zip(levels[1:], rates[1:], strict=True)
         if level <= max(devices, levels[1])
     )

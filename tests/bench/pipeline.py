@@ -47,7 +47,7 @@ from scheduler.pipeline import (
     front,
     uniform,
 )
-from scheduler.pipeline._planner import ways_of
+from scheduler.pipeline._planner import pipeline_options
 from tests.scheduler.pipeline.problems import problem as small_problem
 from tests.scheduler.pipeline.program import least_usd
 
@@ -154,7 +154,7 @@ def _exactness(report: Report, instances: int) -> None:
     for seed in range(instances):
         # The program's time grows fast with both.
         asked = small_problem(seed) if seed % 4 == 0 else small_problem(seed, layers=4, sizes=2)
-        ways = ways_of(asked)
+        ways = pipeline_options(asked)
         try:
             plans = front(asked)
         except NothingFitsError:

@@ -4,8 +4,8 @@
 
 Regret: random federations of two to five regions (workers, memory, collective, interval, codec, topology and exchange;
 both objectives, some decisions fixed, with and without deadline and budget). Each is planned twice: as shipped, where
-the staffings of such small federations are all evaluated, and by the search that large ones get. Plan time: CPU seconds
-of whole plans, `explain`'s alternatives included; also where the plan chooses the batch.
+the assignments of such small federations are all evaluated, and by the search that large ones get. Plan time: CPU
+seconds of whole plans, `explain`'s alternatives included; also where the plan chooses the batch.
 
 With `--quick` it takes two minutes.
 """
@@ -27,7 +27,7 @@ from report import Bar, Report, options
 from support.planner_draws import drawn_demand, drawn_federation, regret
 
 from scheduler import BatchPlanner, Demand, Planner, Snapshot, plan, tried_batches
-from scheduler.search import _staffings
+from scheduler.search import _assignments
 
 FEDERATIONS, QUICK_FEDERATIONS = 500, 48
 PLANS = {3: (100, 0.2), 20: (20, 0.5), 1000: (10, 3.0)}
@@ -37,16 +37,16 @@ QUICK_PLANS = {3: 20, 20: 4, 1000: 2}
 
 def regrets(count: int, report: Report) -> None:
     """Plan random federations as shipped, and by search alone."""
-    shipped = _staffings.MOST_ENUMERATED
+    shipped = _assignments.MOST_ENUMERATED
     for name, enumerated in (("as shipped", shipped), ("by search alone", 0)):
         found: list[float | None] = []
         for seed in range(count):
             rng = random.Random(seed)
             snapshot = drawn_federation(rng, regions=2 + seed % 4)
             demand = drawn_demand(rng, snapshot)
-            _staffings.MOST_ENUMERATED = enumerated
+            _assignments.MOST_ENUMERATED = enumerated
             found.append(regret(snapshot, demand))
-            _staffings.MOST_ENUMERATED = shipped
+            _assignments.MOST_ENUMERATED = shipped
             report.runs.append({"part": "regret", "how": name, "seed": seed, "regret": found[-1]})
         told = [one for one in found if one is not None and math.isfinite(one)]
         refused = sum(one == math.inf for one in found)

@@ -12,7 +12,7 @@ from control_plane.core import JobState, Partition, Report, Speed
 from control_plane.service.measuring._speeds import FIRST_REST_SECONDS
 from control_plane.service.measuring._task_history import TaskHistory
 from control_plane.service.planning._allocation import Allocation
-from control_plane.service.planning._gangs import planned_workers, staffed_of
+from control_plane.service.planning._gangs import assigned_regions, planned_workers
 from control_plane.service.planning._planning import plan_json, snapshot_of, workers_now
 from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import Draft
@@ -186,7 +186,7 @@ def test_workers_with_unequal_parts_are_as_slow_as_the_largest(tmp_path: Path) -
     watch = Watch(tmp_path, "1")
     chosen = replace(watch.plan, partitions=tuple(replace(part, largest_share=1.25) for part in watch.plan.partitions))
     equal, unequal = (
-        staffed_of(one, planned_workers(one), watch.regions, {"a": 500.0}) for one in (watch.plan, chosen)
+        assigned_regions(one, planned_workers(one), watch.regions, {"a": 500.0}) for one in (watch.plan, chosen)
     )
     assert [one.samples_per_second for one in unequal] == [one.samples_per_second / 1.25 for one in equal]
 
@@ -197,7 +197,7 @@ def test_no_region_gets_more_workers_than_clients_of_a_round(tmp_path: Path) -> 
         replace(part, batch=60, clients=30, clients_per_round=3, clients_samples=60.0) for part in watch.plan.partitions
     ]
     chosen = replace(watch.plan, partitions=tuple(parts))
-    staffed = staffed_of(chosen, planned_workers(chosen), watch.regions, {})
-    assert [(one.free, one.batch) for one in staffed] == [(3, 60), (3, 60)]
-    most = [dict(workers) for workers, _ in paces(staffed, 0.0, background=False)][-1]
+    assigned = assigned_regions(chosen, planned_workers(chosen), watch.regions, {})
+    assert [(one.free, one.batch) for one in assigned] == [(3, 60), (3, 60)]
+    most = [dict(workers) for workers, _ in paces(assigned, 0.0, background=False)][-1]
     assert max(most.values()) <= 3

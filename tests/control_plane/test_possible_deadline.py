@@ -162,7 +162,7 @@ def test_a_date_costs_hardly_more_than_a_plan_where_shards_may_be_processed_anyw
         shard = replace(told.datasets[0], residency="anywhere", splits=splits)
         return replace(entry, catalogue=replace(told, datasets=(shard,), takes_shards=True))
 
-    evaluated, planned, choose, plan = 0, 0, _plan.ways_of, Planner.plan
+    evaluated, planned, choose, plan = 0, 0, _plan.exchange_options, Planner.plan
 
     def counted(*args: object) -> object:
         nonlocal evaluated
@@ -174,7 +174,7 @@ def test_a_date_costs_hardly_more_than_a_plan_where_shards_may_be_processed_anyw
         planned += 1
         return plan(planner, demand)
 
-    monkeypatch.setattr(_plan, "ways_of", counted)
+    monkeypatch.setattr(_plan, "exchange_options", counted)
     monkeypatch.setattr(Planner, "plan", counted_plan)
     stand = Stand([open_to_all(number) for number in range(5)])
     _, answer = stand.asks(job_file, "data.residency=anywhere", "objective.deadline=5s")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from control_plane.core import Charge, Evaluation, Goal, JobState, MeterTotals, Partition, Report
 from control_plane.service.measuring._task_history import TaskHistory
 from control_plane.service.planning._allocation import Allocation
-from control_plane.service.planning._gangs import planned_workers, staffed_of
+from control_plane.service.planning._gangs import assigned_regions, planned_workers
 from control_plane.service.planning._planning import goal_of, plan_json, snapshot_of, workers_now
 from control_plane.service.planning._scaling import Tuning, begins_with, pool_of, tuned_paces
 from control_plane.service.state._certificates import unseen_region
@@ -308,9 +308,9 @@ def test_a_clock_that_is_set_back_and_a_loss_that_is_none_do_no_harm() -> None:
 def test_its_paces_ascend_and_what_it_has_is_among_them(
     a: int, b: int, held_a: int, held_b: int, promised: bool
 ) -> None:
-    chosen, staffed = _planned(a, b)
+    chosen, assigned = _planned(a, b)
     held = {"a": min(held_a, a), "b": min(held_b, b)}
-    ways = tuned_paces(chosen, staffed, held, promised=promised)
+    ways = tuned_paces(chosen, assigned, held, promised=promised)
     Gang("j", ways, 100.0)  # raises where they do not ascend
     assert dict(ways[-1].workers) == {"a": a, "b": b} or all(held.values())
     if all(held.values()):
@@ -318,10 +318,10 @@ def test_its_paces_ascend_and_what_it_has_is_among_them(
 
 
 def test_a_promise_of_rounds_is_kept_by_few_as_well() -> None:
-    chosen, staffed = _planned(8, 4)
-    ways = tuned_paces(chosen, staffed, {}, promised=True)
+    chosen, assigned = _planned(8, 4)
+    ways = tuned_paces(chosen, assigned, {}, promised=True)
     assert ways[-1].rate == pytest.approx(ways[0].rate, rel=1e-3)
-    free = tuned_paces(chosen, staffed, {}, promised=False)
+    free = tuned_paces(chosen, assigned, {}, promised=False)
     assert free[-1].rate > 2 * free[0].rate
 
 
@@ -330,7 +330,7 @@ def _planned(a: int, b: int) -> tuple[Plan, list]:  # type: ignore[type-arg]
 
     with tempfile.TemporaryDirectory() as folder:
         life = Life(Path(folder), f"train.workers={{a: {a}, b: {b}}}")
-    return life.plan, staffed_of(life.plan, planned_workers(life.plan), life.regions, {})
+    return life.plan, assigned_regions(life.plan, planned_workers(life.plan), life.regions, {})
 
 
 def test_nobody_has_more_workers_than_a_batch_of_one_has_samples(tmp_path: Path) -> None:
@@ -343,8 +343,8 @@ def test_it_begins_with_what_the_user_says_and_with_fewer_where_the_plan_may_cho
     end = "train.end={epochs: 500, goal: {metric: loss, atMost: 0.45}}"
     fixed, free = Life(tmp_path, end), Life(tmp_path, end, "train.workers=auto")
     for life in (fixed, free):
-        staffed = staffed_of(life.plan, planned_workers(life.plan), life.regions, {})
-        begins = begins_with(life.spec, life.plan, staffed)
+        assigned = assigned_regions(life.plan, planned_workers(life.plan), life.regions, {})
+        begins = begins_with(life.spec, life.plan, assigned)
         planned = planned_workers(life.plan)
         assert (begins == planned) == (life is fixed)
         assert all(begins[region] <= planned[region] for region in begins)
@@ -385,8 +385,8 @@ def _begun(folder: Path, phase: str, *, paused: bool) -> tuple[Life, dict[str, i
     """A job that begins with fewer workers than were planned; nobody has seen it before. What it begins with."""
     end = "train.end={epochs: 500, goal: {metric: loss, atMost: 0.45}}"
     life = Life(folder, end, "train.workers=auto", "train.batch=256", "wan.interval=50", server_usd=0.02)
-    staffed = staffed_of(life.plan, planned_workers(life.plan), life.regions, {})
-    begins = begins_with(life.spec, life.plan, staffed)
+    assigned = assigned_regions(life.plan, planned_workers(life.plan), life.regions, {})
+    begins = begins_with(life.spec, life.plan, assigned)
     assert begins != planned_workers(life.plan)
     assert max(begins.values()) > 1, "else it could not begin with too few"
     state = "preparing" if phase == "starting" else "training"

@@ -12,7 +12,7 @@ from support.planner_draws import best_score, drawn_demand, drawn_federation, pr
 
 from scheduler import BatchPlanner, Capacity, Declined, Demand, Link, Plan, Planner, Region, Snapshot, tried_batches
 from scheduler._plan import limits_of
-from scheduler.search import _staffings
+from scheduler.search import _assignments
 from scheduler.search._search import OTHER_WORTH, POINT_WORTH
 from scheduler.tuning import NormPair, StepPoint
 from tests.scheduler.test_plan import demand, region
@@ -121,7 +121,7 @@ def test_where_even_the_smallest_global_batch_gives_up_too_much_a_search_finds_n
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that none needs to be searched for."""
-    monkeypatch.setattr(_staffings, "MOST_ENUMERATED", 0)
+    monkeypatch.setattr(_assignments, "MOST_ENUMERATED", 0)
     skipped = 0
     for seed in range(24):
         rng = random.Random(seed)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler._cost_model import Exchanges, Occasion, Staffs, course
+from scheduler._cost_model import Assignments, Exchanges, JobConstants, course
 
 ROUNDS = 400
 
@@ -30,9 +30,11 @@ def test_updates_of_faster_regions_travel_while_the_slowest_one_computes(
     compute: list[float], way: float, own: float
 ) -> None:
     nothing = np.zeros((1, len(compute)))
-    staffs = Staffs(*(np.array([compute]) if name == "step_seconds" else nothing for name in Staffs.__annotations__))
+    assignments = Assignments(
+        *(np.array([compute]) if name == "step_seconds" else nothing for name in Assignments.__annotations__)
+    )
     late, start = nothing[0].astype(bool), nothing[0]
-    occasion = Occasion(1e9, 0.0, 0.0, 0.0, first_model_known=True, served_late=late, started=start, served=start)
+    constants = JobConstants(1e9, 0.0, 0.0, 0.0, first_model_known=True, served_late=late, started=start, served=start)
     exchange = Exchanges.one(way + own, background=False, contact=0.0, links=way, beyond=0.0)
-    took = course(staffs, occasion, np.full((1, 1), float(ROUNDS)), np.ones((1, 1, len(compute))), exchange)
+    took = course(assignments, constants, np.full((1, 1), float(ROUNDS)), np.ones((1, 1, len(compute))), exchange)
     assert took.seconds[0, 0, 0] / ROUNDS == pytest.approx(followed(compute, way, own), rel=1e-6)

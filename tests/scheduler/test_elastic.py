@@ -1,21 +1,21 @@
-"""The ways to staff regions, and which one is taken."""
+"""Possible numbers of workers of regions, and which one is taken."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler._rescaling import MOST_PACES, EvaluatedOption, Option, Staffing, options, taken
+from scheduler._rescaling import MOST_PACES, EvaluatedOption, Option, WorkerLimits, options, taken
 
-regions = st.lists(st.builds(Staffing, st.floats(0.01, 1e6), st.integers(1, 64)), min_size=1, max_size=12)
+regions = st.lists(st.builds(WorkerLimits, st.floats(0.01, 1e6), st.integers(1, 64)), min_size=1, max_size=12)
 
 
-def _time(held: list[Staffing], option: Option) -> float:
+def _time(held: list[WorkerLimits], option: Option) -> float:
     return max(region.load_seconds / workers for region, workers in zip(held, option.workers, strict=True))
 
 
 @given(regions)
-def test_the_first_is_load_power_matching(held: list[Staffing]) -> None:
+def test_the_first_is_load_power_matching(held: list[WorkerLimits]) -> None:
     first = options(held)[0]
     slowest = max(region.load_seconds / region.free for region in held)
     assert _time(held, first) <= slowest * (1 + 1e-6)
@@ -24,7 +24,7 @@ def test_the_first_is_load_power_matching(held: list[Staffing]) -> None:
 
 
 @given(regions)
-def test_paces_only_slow_down_and_use_what_is_free(held: list[Staffing]) -> None:
+def test_paces_only_slow_down_and_use_what_is_free(held: list[WorkerLimits]) -> None:
     found = options(held)
     assert len(set(found)) == len(found) <= MOST_PACES + 2
     for option in found:

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler import BatchPlanner, Capacity, Declined, Plan, PlannedPartition, Planner, Snapshot, plan, tried_batches
 from scheduler._pipelined import staged
-from scheduler.pipeline import cuts_of, evaluate, played, ways_of
+from scheduler.pipeline import cuts_of, evaluate, pipeline_options, played
 from scheduler.tuning import StepPoint, TaskProfile
 from tests.scheduler.test_plan import demand, planned
 from tests.scheduler.test_tuned import profile, there
@@ -257,7 +257,7 @@ def test_micro_batches_suit_the_replicas_that_there_are() -> None:
     for shape in (one, two):
         problem = replace(found.problem, batch=demand().batch * shape.degree, degrees=(shape.degree,))
         cuts = cuts_of(found.problem, found.plan)
-        others = [evaluate(problem, way, cuts) for way in ways_of(problem)]
+        others = [evaluate(problem, way, cuts) for way in pipeline_options(problem)]
         assert shape.step_seconds == min(played(problem, plan).seconds for plan in others if plan is not None)
 
 

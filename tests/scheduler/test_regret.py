@@ -10,7 +10,7 @@ import pytest
 from support.planner_draws import drawn_demand, drawn_federation, movable, regret, regret_of_moves
 
 from scheduler import Demand, Plan, Planner, _shard_moves
-from scheduler.search import _staffings
+from scheduler.search import _assignments
 
 HARD = (64, 72, 102, 397, 468)
 """Draws where regions must be changed together, for whole steps that fit their shards at another interval."""
@@ -18,14 +18,14 @@ HARD = (64, 72, 102, 397, 468)
 
 @pytest.mark.slow
 def test_the_search_finds_what_trying_everything_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In federations whose staffings are few, and which are searched here as if they were many."""
+    """In federations whose assignments are few, and which are searched here as if they were many."""
     found = []
     for seed in (*range(20), *HARD):
         rng = random.Random(seed)
         snapshot = drawn_federation(rng, regions=2 + seed % 4)
         demand = drawn_demand(rng, snapshot)
         with monkeypatch.context() as patched:
-            patched.setattr(_staffings, "MOST_ENUMERATED", 0)
+            patched.setattr(_assignments, "MOST_ENUMERATED", 0)
             found.append(regret(snapshot, demand))
     told = [one for one in found if one is not None]
     assert len(told) > 12

@@ -16,7 +16,7 @@ PAID = 0.06 / 3600
 """USD/s of a worker with 1 GB."""
 
 
-def staffed(region: str, workers: int = 4, speed: float = 1000.0, **more: Any) -> RunningRegion:
+def assigned(region: str, workers: int = 4, speed: float = 1000.0, **more: Any) -> RunningRegion:
     given = {"free": 8, "batch": 256, "steps_per_round": 20, "usd_per_second": 1e-6}
     return RunningRegion(region, workers, samples_per_second=speed, worker_usd_per_second=PAID, **{**given, **more})
 
@@ -28,7 +28,7 @@ def changed(*regions: RunningRegion, **more: Any) -> WorkerChange | None:
 
 states = st.lists(
     st.builds(
-        lambda workers, free, speed, batch: staffed("", min(workers, free, batch), speed, free=free, batch=batch),
+        lambda workers, free, speed, batch: assigned("", min(workers, free, batch), speed, free=free, batch=batch),
         st.integers(1, 16),
         st.integers(1, 16),
         st.floats(10, 1e5),
@@ -70,10 +70,10 @@ def test_a_change_is_within_what_is_free_and_is_not_taken_back(
 
 
 def test_a_region_that_was_throttled_gets_more_workers_and_the_others_none_that_wait() -> None:
-    change = changed(staffed("a", 4, 400.0), staffed("b", 4), minimise="time")
+    change = changed(assigned("a", 4, 400.0), assigned("b", 4), minimise="time")
     assert change is not None
     assert change.workers["a"] == 8
-    cheap = changed(staffed("a", 4, 400.0, free=4), staffed("b", 4))
+    cheap = changed(assigned("a", 4, 400.0, free=4), assigned("b", 4))
     assert cheap is not None
     assert "a" not in cheap.workers
     assert cheap.workers["b"] < 4
@@ -81,12 +81,12 @@ def test_a_region_that_was_throttled_gets_more_workers_and_the_others_none_that_
 
 
 def test_small_differences_and_short_rests_change_nothing() -> None:
-    assert changed(staffed("a", 4, 980.0), staffed("b", 4, 1020.0)) is None
-    assert changed(staffed("a", 4, 400.0), staffed("b", 4), minimise="time", rounds_left=1) is None
+    assert changed(assigned("a", 4, 980.0), assigned("b", 4, 1020.0)) is None
+    assert changed(assigned("a", 4, 400.0), assigned("b", 4), minimise="time", rounds_left=1) is None
 
 
 def test_a_deadline_that_comes_near_takes_what_it_needs() -> None:
-    alone = staffed("a", 2)
+    alone = assigned("a", 2)
     relaxed = changed(alone, minimise="cost")
     needed = 100 * alone.round_seconds(2)
     hurried = changed(alone, minimise="cost", deadline_seconds=needed * 0.8)
@@ -96,7 +96,7 @@ def test_a_deadline_that_comes_near_takes_what_it_needs() -> None:
 
 
 def test_a_paused_region_is_left_alone() -> None:
-    assert changed(staffed("a", 0), staffed("b")) is None
+    assert changed(assigned("a", 0), assigned("b")) is None
 
 
 @given(states, st.floats(0, 10), st.booleans())

@@ -17,7 +17,7 @@ from scheduler.search import PlanCriteria, PlanSearch
 from scheduler.tuning import ChannelProfile, NormPair, StepPoint, TaskProfile
 
 MOST_STAFFINGS = 1500
-"""About as many staffings does a drawn federation have at most, so that everything can be tried."""
+"""About as many assignments does a drawn federation have at most, so that everything can be tried."""
 _CHUNK = 500
 
 
@@ -137,7 +137,7 @@ def problem_of(snapshot: Snapshot, demand: Demand) -> _Problem | Declined:
 
 
 def best_score(search: PlanSearch, limits: PlanCriteria) -> float:
-    """Return the score of the best plan of all staffings, intervals and ways; infinite: none keeps the limits."""
+    """Return the score of the best plan of all assignments, intervals and ways; infinite: none keeps the limits."""
     ways, best = tuple(range(len(search.evaluation.ways.each))), math.inf
     every = np.array(list(product(*(range(size) for size in search.evaluation.sizes))))
     for begin in range(0, len(every), _CHUNK):

@@ -28,12 +28,12 @@ from control_plane.service.planning._admission import (
 )
 from control_plane.service.planning._competing_jobs import CompetingJobs, competing_jobs
 from control_plane.service.planning._gangs import (
+    assigned_regions,
     first_workers,
     gang_of,
     is_elastic,
     merges_of,
     planned_workers,
-    staffed_of,
 )
 from control_plane.service.planning._planning import workers_now
 from control_plane.service.planning._scaling import Tuning, is_tuned, told
@@ -186,8 +186,8 @@ class Allocation:
             return
         watched = self._watched.setdefault(job, JobSpeeds())
         if watched.tuning is None:
-            staffed = staffed_of(entry.plan, planned_workers(entry.plan), draft.regions, {})
-            watched.tuning = Tuning.of(entry.spec, entry.plan, entry.state, staffed)
+            assigned = assigned_regions(entry.plan, planned_workers(entry.plan), draft.regions, {})
+            watched.tuning = Tuning.of(entry.spec, entry.plan, entry.state, assigned)
         try:
             answer = watched.tuning.observe(entry.state, draft.at) if watched.tuning is not None else None
         except Exception as error:  # noqa: BLE001 - a tuner's failure on a user's metric must not end a region's session
@@ -406,9 +406,9 @@ def _change(entry: JobEntry, watched: JobSpeeds, draft: Draft) -> WorkerChange |
     demand = to_demand(entry.spec, entry.row.id, datetime.fromtimestamp(entry.row.created_at, UTC))
     speeds = {part.region: watched.speed(part.region) or 0.0 for part in entry.state.partitions}
     held = workers_now(entry)
-    staffed = staffed_of(entry.plan, held, draft.regions, speeds, merges_of(entry.state))
+    assigned = assigned_regions(entry.plan, held, draft.regions, speeds, merges_of(entry.state))
     reports = [part.report for part in entry.state.partitions if part.report is not None]
-    if len(staffed) < len(held) or not reports:
+    if len(assigned) < len(held) or not reports:
         return None
     free = free_workers(draft, held)
     others = (draft.job(name) for region in held for name in draft.jobs_in(region))
@@ -416,7 +416,7 @@ def _change(entry: JobEntry, watched: JobSpeeds, draft: Draft) -> WorkerChange |
     # While a job is queued for its regions, no running job is scaled out.
     bounded = [
         replace(region, free=region.workers + (0 if queued else max(0, free.get(region.region, 0))))
-        for region in staffed
+        for region in assigned
     ]
     ends = entry.state.deadline_at
     return worker_change(

@@ -14,9 +14,10 @@ from control_plane.service.planning._scaling import begins_with, is_tuned, tuned
 from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import JobSpec, to_demand
 from scheduler import Plan, RunningRegion, pace, paces
-from scheduler.deadline import DeviceCapacity, Gang, StaffingPace, devices_of
+from scheduler.deadline import AssignmentPace, DeviceCapacity, Gang, devices_of
 
 __all__ = [
+    "assigned_regions",
     "capacities_of",
     "first_workers",
     "gang_of",
@@ -26,7 +27,6 @@ __all__ = [
     "merges_of",
     "planned_workers",
     "preemptible_of",
-    "staffed_of",
 ]
 
 CAUTION = 1.1
@@ -97,7 +97,7 @@ def gang_of_plan(
     planned = planned_workers(chosen)
     ways = _ways(chosen, planned, regions, {}, elastic, tuned=spec is not None, promised=math.isfinite(deadline_s))
     if spec is not None:
-        planned = begins_with(spec, chosen, staffed_of(chosen, planned, regions, {}))
+        planned = begins_with(spec, chosen, assigned_regions(chosen, planned, regions, {}))
     return Gang(
         name,
         ways,
@@ -194,10 +194,10 @@ def first_workers(entry: JobEntry, regions: Mapping[str, RegionEntry]) -> dict[s
     now = workers_now(entry)
     if entry.state.phase == "running" and all(now.values()):
         return now
-    return begins_with(entry.spec, entry.plan, staffed_of(entry.plan, planned_workers(entry.plan), regions, {}))
+    return begins_with(entry.spec, entry.plan, assigned_regions(entry.plan, planned_workers(entry.plan), regions, {}))
 
 
-def staffed_of(
+def assigned_regions(
     chosen: Plan,
     workers: Mapping[str, int],
     regions: Mapping[str, RegionEntry],
@@ -266,27 +266,27 @@ def _ways(
     *,
     tuned: bool = False,
     promised: bool = False,
-) -> tuple[StaffingPace, ...]:
+) -> tuple[AssignmentPace, ...]:
     """Return the possible numbers of workers with their speeds in rounds/s; only `workers` if the job is not
     elastic."""
-    staffed = staffed_of(chosen, workers, regions, speeds, merges)
-    if len(staffed) < len(workers):
+    assigned = assigned_regions(chosen, workers, regions, speeds, merges)
+    if len(assigned) < len(workers):
         # A region is not known any more: assume the slowest speed of the plan.
         return (_with_devices(workers, chosen.rounds / chosen.estimate.seconds.high, chosen, regions),)
     if tuned and not elastic:
         batches = {part.region: part.batch for part in chosen.partitions}
-        staffed = [replace(one, batch=batches[one.region] * one.workers) for one in staffed]
+        assigned = [replace(one, batch=batches[one.region] * one.workers) for one in assigned]
     if tuned and elastic:
-        found = tuple((way.workers, way.rate) for way in tuned_paces(chosen, staffed, workers, promised=promised))
+        found = tuple((way.workers, way.rate) for way in tuned_paces(chosen, assigned, workers, promised=promised))
     elif elastic:
-        found = paces(staffed, chosen.exchange_seconds, chosen.background)
+        found = paces(assigned, chosen.exchange_seconds, chosen.background)
     else:
-        found = ((dict(workers), pace(staffed, chosen.exchange_seconds, chosen.background)),)
+        found = ((dict(workers), pace(assigned, chosen.exchange_seconds, chosen.background)),)
     caution = CAUTION
     if not speeds:
         planned = planned_workers(chosen)
         as_planned = workers == planned and not merges and not tuned
-        usual = staffed if as_planned else staffed_of(chosen, planned, regions, {})
+        usual = assigned if as_planned else assigned_regions(chosen, planned, regions, {})
         rate = pace(usual, chosen.exchange_seconds, chosen.background)
         caution = max(1.0, chosen.estimate.seconds.high * rate / chosen.rounds)
     return tuple(_with_devices(ways, rate / caution, chosen, regions) for ways, rate in found)
@@ -294,7 +294,7 @@ def _ways(
 
 def _with_devices(
     workers: Mapping[str, int], rate: float, chosen: Plan, regions: Mapping[str, RegionEntry]
-) -> StaffingPace:
+) -> AssignmentPace:
     """Return a pace with the devices of its workers in regions that count them."""
     devices = {
         part.region: workers[part.region] * part.devices
@@ -304,10 +304,10 @@ def _with_devices(
         and known.catalogue is not None
         and known.catalogue.capacity.shared_devices is not None
     }
-    return StaffingPace(dict(workers), rate, devices)
+    return AssignmentPace(dict(workers), rate, devices)
 
 
-def _index(ways: tuple[StaffingPace, ...], wanted: Mapping[str, int]) -> int:
+def _index(ways: tuple[AssignmentPace, ...], wanted: Mapping[str, int]) -> int:
     """Return the index of the fastest pace with at most the wanted workers in each region; 0 if there is none."""
     within = [
         index

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from control_plane.core import Goal, JobState, federated_metrics
 from control_plane.spec import JobSpec
 from scheduler import Plan, RunningRegion
-from scheduler.deadline import StaffingPace
+from scheduler.deadline import AssignmentPace
 from scheduler.scaling import (
     PublishedSettings,
     PublishedTuner,
@@ -62,14 +62,14 @@ def batch_with(spec: JobSpec, chosen: Plan, region: str, workers: int) -> tuple[
     return workers * part.batch, learning_rate_factor(workers, part.workers)
 
 
-def begins_with(spec: JobSpec, chosen: Plan, staffed: Sequence[RunningRegion]) -> dict[str, int]:
+def begins_with(spec: JobSpec, chosen: Plan, assigned: Sequence[RunningRegion]) -> dict[str, int]:
     """Return the workers that a tuned job starts with, by region.
 
     That is the whole pool, unless the plan has chosen it and the job uses our tuner, which then starts with the number
     that is cheaper for most plausible scales of gradient noise.
     """
     pool = pool_of(chosen)
-    terms = _terms(chosen, staffed, pool)
+    terms = _terms(chosen, assigned, pool)
     if spec.train.scaling != "tuned" or spec.train.workers != "auto" or terms is None:
         return pool
     deadline_s = None if spec.objective.deadline is None else 1.0
@@ -78,8 +78,8 @@ def begins_with(spec: JobSpec, chosen: Plan, staffed: Sequence[RunningRegion]) -
 
 
 def tuned_paces(
-    chosen: Plan, staffed: Sequence[RunningRegion], held: Mapping[str, int], *, promised: bool
-) -> tuple[StaffingPace, ...]:
+    chosen: Plan, assigned: Sequence[RunningRegion], held: Mapping[str, int], *, promised: bool
+) -> tuple[AssignmentPace, ...]:
     """Return the possible numbers of workers of a tuned job with their rates; each has no fewer workers anywhere than
     the one before.
 
@@ -88,7 +88,7 @@ def tuned_paces(
     assuming gradient noise as large as the gradient (`scheduler.scaling`).
     """
     pool = pool_of(chosen)
-    terms = _terms(chosen, staffed, pool)
+    terms = _terms(chosen, assigned, pool)
     if terms is None:
         return ()
     slowest, most = 1 / max(terms.expected_seconds), terms.most
@@ -103,7 +103,7 @@ def tuned_paces(
     def rate(place: int, workers: int) -> float:
         return slowest * (1 + place * _RATE_STEP if promised else 2 / (1 + most / workers))
 
-    return tuple(StaffingPace(way, rate(place, sum(way.values()))) for place, way in enumerate(ways))
+    return tuple(AssignmentPace(way, rate(place, sum(way.values()))) for place, way in enumerate(ways))
 
 
 def _is_monotonic(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
@@ -111,13 +111,13 @@ def _is_monotonic(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
     return all(d >= 0 for d in differences) or all(d <= 0 for d in differences)
 
 
-def _terms(chosen: Plan, staffed: Sequence[RunningRegion], pool: Mapping[str, int]) -> StepCosts | None:
+def _terms(chosen: Plan, assigned: Sequence[RunningRegion], pool: Mapping[str, int]) -> StepCosts | None:
     """Return the tuner's cost and speed model; None if a region is not known any more."""
     batches = {part.region: part.batch for part in chosen.partitions}
-    if len(staffed) < len(pool):
+    if len(assigned) < len(pool):
         return None
     return federated_step_costs(
-        [replace(one, batch=batches[one.region]) for one in staffed], pool, chosen.exchange_seconds
+        [replace(one, batch=batches[one.region]) for one in assigned], pool, chosen.exchange_seconds
     )  # fmt: skip
 
 
@@ -150,10 +150,10 @@ class Tuning:
     """Processed samples by region at the last observation."""
 
     @classmethod
-    def of(cls, spec: JobSpec, chosen: Plan, state: JobState, staffed: Sequence[RunningRegion]) -> Tuning | None:
+    def of(cls, spec: JobSpec, chosen: Plan, state: JobState, assigned: Sequence[RunningRegion]) -> Tuning | None:
         """Create the tuner of a job; None if the job has no goal or a region is not known."""
         pool = pool_of(chosen)
-        terms = _terms(chosen, staffed, pool)
+        terms = _terms(chosen, assigned, pool)
         if terms is None or state.goal is None:
             return None
         tuner: ScalingTuner | PublishedTuner

@@ -13,12 +13,12 @@ from support.budget import budget
 
 from scheduler.deadline import (
     LIVE,
+    AssignmentPace,
     DeviceCapacity,
     Gang,
     Overhead,
     Reservation,
     Rules,
-    StaffingPace,
     allot,
     offer,
     promised_at_once,
@@ -39,7 +39,7 @@ def gang(
     **more: object,
 ) -> Gang:
     """Its speed is the number of workers in each region."""
-    paces = tuple(StaffingPace(dict.fromkeys(regions, count), float(count)) for count in range(least, most + 1))
+    paces = tuple(AssignmentPace(dict.fromkeys(regions, count), float(count)) for count in range(least, most + 1))
     return replace(Gang(name, paces, work, deadline_s, wish=len(paces) - 1), **more)  # type: ignore[arg-type]
 
 
@@ -59,7 +59,7 @@ def gangs(draw: st.DrawFn) -> list[Gang]:
         paces = []
         for rate in rates[: 1 if fixed else None]:
             workers = {region: held + draw(st.integers(1, 3)) for region, held in workers.items()}
-            paces.append(StaffingPace(workers, rate))
+            paces.append(AssignmentPace(workers, rate))
         deadline_s = draw(st.one_of(st.just(math.inf), st.floats(1, 400)))
         made.append(
             Gang(
@@ -137,22 +137,24 @@ def with_nothing_to_spare() -> list[Gang]:
     east = [{"east": count} for count in range(6)]
     both = [{"east": count + 1, "west": count} for count in range(4)]
     return [
-        Gang("j0", (StaffingPace(east[1], 1.0), StaffingPace(east[2], 2.0), StaffingPace(east[5], 3.0)), 1.0, 1.0),
+        Gang(
+            "j0", (AssignmentPace(east[1], 1.0), AssignmentPace(east[2], 2.0), AssignmentPace(east[5], 3.0)), 1.0, 1.0
+        ),
         Gang(
             "j1",
-            (StaffingPace(east[1], 0.5), StaffingPace(east[2], 1.0), StaffingPace(east[3], 2.0)),
+            (AssignmentPace(east[1], 0.5), AssignmentPace(east[2], 1.0), AssignmentPace(east[3], 2.0)),
             1.0,
             since_s=-1.0,
         ),
-        Gang("j2", (StaffingPace(east[1], 0.5),), 1.0, 1.0, since_s=-2.0),
+        Gang("j2", (AssignmentPace(east[1], 0.5),), 1.0, 1.0, since_s=-2.0),
         Gang(
             "j3",
-            (StaffingPace(both[1], 1.0), StaffingPace(both[2], 2.0), StaffingPace(both[3], 3.0)),
+            (AssignmentPace(both[1], 1.0), AssignmentPace(both[2], 2.0), AssignmentPace(both[3], 3.0)),
             1.0,
             4.0,
             since_s=-3.0,
         ),
-        Gang("j4", (StaffingPace(east[1], 0.5), StaffingPace(east[2], 1.0)), 141.0, since_s=-4.0),
+        Gang("j4", (AssignmentPace(east[1], 0.5), AssignmentPace(east[2], 1.0)), 141.0, since_s=-4.0),
     ]
 
 
@@ -222,7 +224,7 @@ def test_a_promise_waits_for_workers_that_others_have_until_then() -> None:
 
 def test_a_promise_holds_the_least_worker_time_even_where_paces_are_not_concave() -> None:
     """Four workers do by themselves more for each than three, two or one: with three until then it would take 168."""
-    paces = tuple(StaffingPace({"east": n}, rate) for n, rate in ((1, 1.0), (2, 1.1), (3, 1.3), (4, 6.0)))
+    paces = tuple(AssignmentPace({"east": n}, rate) for n, rate in ((1, 1.0), (2, 1.1), (3, 1.3), (4, 6.0)))
     job = Gang("j", paces, work=175.0, deadline_s=50.0)
     held = allot(0.0, room(east=4), [job], EXACT).held["j"]
     spent = sum(
@@ -331,7 +333,7 @@ def test_a_promise_in_danger_gets_all_there_is_and_is_told() -> None:
 
 def test_paces_that_do_not_ascend_are_refused() -> None:
     with pytest.raises(ValueError, match="do not ascend"):
-        Gang("odd", (StaffingPace({"east": 2}, 1.0), StaffingPace({"east": 1}, 2.0)), 1.0)
+        Gang("odd", (AssignmentPace({"east": 2}, 1.0), AssignmentPace({"east": 1}, 2.0)), 1.0)
     with pytest.raises(ValueError, match="no pace"):
         Gang("none", (), 1.0)
 
@@ -363,7 +365,7 @@ def test_what_was_held_is_read_in_workers_not_in_indices() -> None:
     job = gang("a", 100.0, 40.0, held=1)
     held = Reservation((0.0, 5.0, 40.0), (1, 3), schedule=((0.0, 1), (5.0, 3), (9.0, -1)), ladder=job.paces)
     assert held.on(replace(job, work=1.0)) is held
-    others = tuple(StaffingPace(dict.fromkeys(REGIONS, count), float(count)) for count in (2, 3, 5, 8))
+    others = tuple(AssignmentPace(dict.fromkeys(REGIONS, count), float(count)) for count in (2, 3, 5, 8))
     now = held.on(replace(job, paces=others))
     assert now == Reservation((0.0, 5.0, 40.0), (0, 1), schedule=((0.0, 0), (5.0, 1), (9.0, -1)), ladder=others)
     assert held.on(replace(job, paces=others[1:])) is None, "2 are too few for the slowest"

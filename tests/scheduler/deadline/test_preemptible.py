@@ -12,6 +12,7 @@ from support.budget import budget
 
 from scheduler.deadline import (
     LIVE,
+    AssignmentPace,
     DeadlineJob,
     DeviceCapacity,
     Gang,
@@ -20,7 +21,6 @@ from scheduler.deadline import (
     Reservation,
     Rules,
     SpeedCurve,
-    StaffingPace,
     allot_kinds,
     latest_exit,
     offer,
@@ -48,7 +48,7 @@ def going(job: Gang, answer: KindAllotment) -> Gang:
 
 
 def test_a_job_with_slack_takes_preemptible_workers_and_leaves_them_at_the_last_moment() -> None:
-    paces = (StaffingPace({"east": 1, "west": 1}, 1.0), StaffingPace({"east": 2, "west": 2}, 1.5))
+    paces = (AssignmentPace({"east": 1, "west": 1}, 1.0), AssignmentPace({"east": 2, "west": 2}, 1.5))
     job, now = Gang("job", paces, 100.0, 200.0), 0.0
     held: Mapping[str, Reservation] = {}
     alone = latest_exit(

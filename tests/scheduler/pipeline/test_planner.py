@@ -22,7 +22,7 @@ from scheduler.pipeline import (
     uniform,
 )
 from scheduler.pipeline._explain import cuts_of
-from scheduler.pipeline._planner import ways_of
+from scheduler.pipeline._planner import pipeline_options
 
 from .plain import plain_front
 from .problems import MB, brute_force, problem
@@ -53,7 +53,7 @@ def test_it_is_what_trying_everything_finds_also_where_it_begins_with_shorter_ch
     asked = problem(seed, layers=4, sizes=2, places=1 + seed % 3 // 2)
     if seed % 4 == 3:
         asked = replace(asked, stages=2)
-    wanted = brute_force(asked, ways_of(asked))
+    wanted = brute_force(asked, pipeline_options(asked))
     for fewest in (_search.DIRECT_LAYERS, 1):
         monkeypatch.setattr(_search, "DIRECT_LAYERS", fewest)
         if wanted:
@@ -71,7 +71,7 @@ def test_of_longer_chains_it_is_what_plain_dynamic_programming_finds(seed: int) 
     asked = replace(asked, profile=replace(asked.profile, layers=(layers * 9)[: max(9, len(layers))]))
     if seed % 4 == 3:
         asked = replace(asked, stages=3)
-    wanted = plain_front(asked, ways_of(asked))
+    wanted = plain_front(asked, pipeline_options(asked))
     if not wanted:
         with pytest.raises(NothingFitsError):
             front(asked)
@@ -89,7 +89,7 @@ def test_functions_that_differ_in_room_alone_are_each_of_use(seed: int) -> None:
     asked = replace(
         asked, profile=replace(asked.profile, layers=layers), places=(replace(asked.places[0], sizes=sizes),)
     )
-    wanted = plain_front(asked, ways_of(asked))
+    wanted = plain_front(asked, pipeline_options(asked))
     if not wanted:
         with pytest.raises(NothingFitsError):
             front(asked)
@@ -110,7 +110,7 @@ def test_where_no_two_layers_fit_a_function_each_gets_one_of_its_own() -> None:
     )
     plans = front(asked)
     assert {len(plan.stages) for plan in plans} == {7}
-    assert same(points(plans), plain_front(asked, ways_of(asked)))
+    assert same(points(plans), plain_front(asked, pipeline_options(asked)))
 
 
 @QUICK

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.pipeline import NothingFitsError, front
-from scheduler.pipeline._planner import ways_of
+from scheduler.pipeline._planner import pipeline_options
 
 from .problems import problem
 from .program import least_usd
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1020))
 def test_the_solver_agrees_all_along_the_front(seed: int) -> None:
     asked = problem(seed, layers=4, sizes=2)
-    ways = ways_of(asked)
+    ways = pipeline_options(asked)
     try:
         plans = front(asked)
     except NothingFitsError:

@@ -1,4 +1,4 @@
-"""Staffings that a search tries: for every pace, around one that it has found, and for every interval."""
+"""Assignments that a search tries: for every pace, around one that it has found, and for every interval."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import cached_property
 
 import numpy as np
 
-from scheduler._cost_model import Floats, Staffs
+from scheduler._cost_model import Assignments, Floats
 from scheduler.search._evaluation import MOST_OFF, OFF_POINTS, Ints, PlanEvaluation, off_share
 
-__all__ = ["BEYOND_WORTH", "MOST_ENUMERATED", "MOST_TRIED", "Staffings", "joined", "logarithm"]
+__all__ = ["BEYOND_WORTH", "MOST_ENUMERATED", "MOST_TRIED", "AssignmentSearch", "joined", "logarithm"]
 
 BEYOND_WORTH = 1.0
 """Share of the objective that a point of the metric beyond the tolerance is worth, where no interval keeps it: other
-staffings that do are preferred."""
+assignments that do are preferred."""
 _LEAST = 1e-12
 """Seconds or USD below which a plan counts as free; the objective is compared by logarithms."""
 MOST_PACES = 48
@@ -23,7 +23,7 @@ MOST_PACES = 48
 MOST_FIGURES = 4_000_000
 """Numbers in an array of the search: 32 MB, so that planning over a thousand regions takes seconds."""
 MOST_ENUMERATED = 1_000_000
-"""Numbers up to which all staffings are evaluated with all intervals and exchanges: that takes a tenth of a second."""
+"""Numbers up to which all assignments are evaluated with all intervals and exchanges, in a tenth of a second."""
 MOST_TRIED = 400_000
 """Numbers up to which changes of a plan are evaluated at once."""
 _SAMPLE_PRICES = (0.0, 0.03, 0.3)
@@ -31,11 +31,11 @@ _SAMPLE_PRICES = (0.0, 0.03, 0.3)
 count, the smaller the batch."""
 
 
-class Staffings:
-    """Arrays of shape (staffings, regions)."""
+class AssignmentSearch:
+    """Which assignments of configurations to regions are evaluated: arrays of shape (assignments, regions)."""
 
     def __init__(self, evaluation: PlanEvaluation, only: Ints | None = None) -> None:
-        """``evaluation``: of the plans that are searched. ``only``: the one staffing that is tried."""
+        """``evaluation``: of the plans that are searched. ``only``: the one assignment that is tried."""
         self._of, self._only = evaluation, only
         # All configurations of all regions: whose, and its number there.
         self._regions = np.repeat(np.arange(len(evaluation.sizes)), evaluation.sizes)
@@ -43,7 +43,7 @@ class Staffings:
 
     @cached_property
     def all_tried(self) -> bool:
-        """Whether the staffings are so few that all are evaluated."""
+        """Whether the assignments are so few that all are evaluated."""
         if self._only is not None:
             return True
         count = math.prod(int(size) for size in self._of.sizes)
@@ -51,7 +51,7 @@ class Staffings:
 
     @cached_property
     def by_pace(self) -> Ints:
-        """All staffings if they are few; else for every pace the cheapest configurations that keep it, and the
+        """All assignments if they are few; else for every pace the cheapest configurations that keep it, and the
         fastest of every region."""
         if self._only is not None:
             return self._only[None, :]
@@ -61,26 +61,26 @@ class Staffings:
         # Of many regions most have far fewer configurations than the one with most: each is one place here.
         every, here = self._of.configured, (self._regions, self._numbers)
         shape = every.step_samples.shape
-        staffs = Staffs(*(getattr(every, field.name)[here] for field in fields(Staffs)))
-        loads = self._of.samples[self._regions] / staffs.step_samples
-        passes = loads * staffs.step_seconds
+        assignments = Assignments(*(getattr(every, field.name)[here] for field in fields(Assignments)))
+        loads = self._of.samples[self._regions] / assignments.step_samples
+        passes = loads * assignments.step_seconds
         fastest = self._least(passes)
         paces = np.unique(passes[passes >= fastest.max()])
         each = math.prod(shape) * max(1, len(self._of.intervals)) * len(self._of.useful_ways)
         most = max(4, min(MOST_PACES, MOST_FIGURES // (each * len(_SAMPLE_PRICES)) * shape[1]))
         if len(paces) > most:
             paces = paces[np.unique(np.linspace(0, len(paces) - 1, most).round().astype(int))]
-        standing, merging = _paid(staffs, self._of.samples[self._regions])
+        standing, merging = _paid(assignments, self._of.samples[self._regions])
         found = []
         for pace in paces:
             # A hair more, so that a pace which comes from the region itself is kept.
             beyond, usd = passes > pace * (1 + 1e-9), standing * pace + merging
-            for priced in self._priced(usd, self._least(usd), staffs):
+            for priced in self._priced(usd, self._least(usd), assignments):
                 priced[beyond] = np.inf
                 found.append(self._first_least(priced))
-        fewest = self._least(staffs.step_samples)[self._regions]
-        few = np.where(staffs.step_samples <= fewest, 0.0, np.inf)
-        cheap = few + standing * passes + staffs.merge_usd * loads
+        fewest = self._least(assignments.step_samples)[self._regions]
+        few = np.where(assignments.step_samples <= fewest, 0.0, np.inf)
+        cheap = few + standing * passes + assignments.merge_usd * loads
         return np.unique(np.array([*found, self._first_least(cheap), self._first_least(passes)]), axis=0)
 
     def _least(self, figures: Floats) -> Floats:
@@ -94,33 +94,33 @@ class Staffings:
         found[self._regions[least][::-1]] = self._numbers[least][::-1]
         return found
 
-    def _priced(self, usd: Floats, least: Floats, staffs: Staffs) -> list[Floats]:
+    def _priced(self, usd: Floats, least: Floats, assignments: Assignments) -> list[Floats]:
         """Return the USD of a pass over the data at each price of samples, where these are free and the least of each
         region is known."""
-        samples = least.sum() * staffs.step_samples / self._of.least_samples
+        samples = least.sum() * assignments.step_samples / self._of.least_samples
         return [usd * (1 - price) + samples * price for price in _SAMPLE_PRICES]
 
     def fitted(self, choice: Ints, most: int) -> Ints:
-        """Return a staffing changed so that rounds of whole steps fit the shards, for every interval; none if they are
-        more than ``most``: each region takes the cheapest configuration that keeps the pace, where other passes than
-        asked count."""
-        staffs, (total, _) = self._of.configured, self._of.loads(self._of.staffs(choice[None, :]))
+        """Return an assignment changed so that rounds of whole steps fit the shards, for every interval; none if they
+        are more than ``most``: each region takes the cheapest configuration that keeps the pace, where other passes
+        than asked count."""
+        assignments, (total, _) = self._of.configured, self._of.loads(self._of.assignments(choice[None, :]))
         regions = np.arange(len(choice))
-        seconds = self._of.samples[:, None] / staffs.step_samples * staffs.step_seconds
+        seconds = self._of.samples[:, None] / assignments.step_samples * assignments.step_seconds
         pace = float(seconds[regions, choice].max())
         each = (
-            1.0 / staffs.step_seconds
+            1.0 / assignments.step_seconds
             if self._of.demand.balance == "speed"
-            else self._of.samples[:, None] / staffs.step_samples
+            else self._of.samples[:, None] / assignments.step_samples
         )
         # The region that makes the most steps, by which they are counted.
         first = int(each[regions, choice].argmax())
         counts = np.unique(each[first])
         if len(counts) * len(self._of.intervals) * each.size > MOST_FIGURES:
             return np.empty((0, len(choice)), np.int64)
-        standing, merging = _paid(staffs, self._of.samples[:, None])
+        standing, merging = _paid(assignments, self._of.samples[:, None])
         usd = standing * pace + merging
-        found, prices = [choice[None, :]], [logarithm(one) for one in self._priced(usd, usd.min(axis=1), staffs)]
+        found, prices = [choice[None, :]], [logarithm(one) for one in self._priced(usd, usd.min(axis=1), assignments)]
         different = set[bytes]()
         for count in counts:
             keeps = (seconds <= pace * (1 + 1e-9)) & (each <= count * (1 + 1e-9))
@@ -140,7 +140,7 @@ class Staffings:
         return np.unique(np.concatenate(found), axis=0)
 
     def of_samples(self, most: float, figures: int) -> Ints | None:
-        """Return all staffings whose steps have so many samples at most; None: they may have more ``figures``."""
+        """Return all assignments whose steps have so many samples at most; None: they may have more ``figures``."""
         each = self._of.configured.step_samples
         least = each.min(axis=1)
         room, rows, sums = most - least.sum(), np.zeros((1, 0), np.int64), np.zeros(1)
@@ -153,14 +153,14 @@ class Staffings:
         return rows
 
     def changed(self, choice: Ints) -> Ints:
-        """Return a staffing with the configuration of one region changed, in every way; none if these are many."""
+        """Return an assignment with the configuration of one region changed, in every way; none if these are many."""
         if self._only is not None or len(self._regions) * len(choice) > MOST_FIGURES:
             return np.empty((0, len(choice)), np.int64)
         other = self._numbers != choice[self._regions]
         return _with(choice, (self._regions[other], self._numbers[other]))
 
     def changed_twice(self, choice: Ints) -> Ints:
-        """Return a staffing with the configurations of two regions changed, in every way; none if they are many."""
+        """Return an assignment with the configurations of two regions changed, in every way; none if they are many."""
         sizes = self._of.sizes
         if int(sizes.sum() ** 2 - (sizes**2).sum()) // 2 * len(choice) > MOST_TRIED:
             return np.empty((0, len(choice)), np.int64)
@@ -169,13 +169,13 @@ class Staffings:
         return _with(choice, *((self._regions[at[two]], self._numbers[at[two]]) for at in (first, second)))
 
 
-def _paid(staffs: Staffs, samples: Floats) -> tuple[Floats, Floats]:
+def _paid(assignments: Assignments, samples: Floats) -> tuple[Floats, Floats]:
     """Return the USD per second, and those of the merges of a pass over the data, by configuration."""
-    return staffs.worker_usd + staffs.server_usd, staffs.merge_usd * samples / staffs.step_samples
+    return assignments.worker_usd + assignments.server_usd, assignments.merge_usd * samples / assignments.step_samples
 
 
 def _with(choice: Ints, *changes: tuple[Ints, Ints]) -> Ints:
-    """Return a staffing with other configurations, each change a row of regions and their configurations."""
+    """Return an assignment with other configurations, each change a row of regions and their configurations."""
     rows = np.repeat(choice[None, :], len(changes[0][0]), axis=0)
     for regions, configurations in changes:
         rows[np.arange(len(rows)), regions] = configurations
@@ -183,7 +183,7 @@ def _with(choice: Ints, *changes: tuple[Ints, Ints]) -> Ints:
 
 
 def joined(choice: Ints, rows: Ints) -> Ints:
-    """Return changes of a staffing together: the first two of different regions, the first three, and so on."""
+    """Return changes of an assignment together: the first two of different regions, the first three, and so on."""
     changes: dict[int, list[int]] = {}
     for row, region in zip(*(places.tolist() for places in np.nonzero(rows != choice)), strict=True):
         changes.setdefault(row, []).append(region)
