@@ -28,9 +28,14 @@ def _in_order() -> tuple[CollectiveMethod, ...]:
     return tuple(sorted(_REGISTRY.all.values(), key=lambda one: (one.takes_k, one.worker != "", one.name)))
 
 
-def collectives(having: Callable[[CollectiveMethod], object] = lambda _: True) -> tuple[str, ...]:
-    """Return the names of the collectives that have a trait, the simple ones first."""
-    return tuple(method.name for method in _in_order() if having(method))
+@cache
+def _names() -> tuple[str, ...]:
+    return tuple(method.name for method in _in_order())
+
+
+def collectives(having: Callable[[CollectiveMethod], object] | None = None) -> tuple[str, ...]:
+    """Return the names of the collectives that have a trait, or of all, the simple ones first."""
+    return _names() if having is None else tuple(method.name for method in _in_order() if having(method))
 
 
 def collective_named(name: str) -> CollectiveMethod:
