@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import write_durably
-from geofed_pb.fork_server import ExecStarter, Process, Starter
+from geofed_pb.fork_server import ExecStarter, Process, Starter, end
 from region_agent.config import (
     DockerGateway,
     EmbeddedGateway,
@@ -140,14 +139,7 @@ class EmbeddedGatewayProcess:
 
     async def stop(self) -> None:
         """Terminate the process, kill it if it is still running after some seconds."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STOP_SECONDS):
-                    await self._process.wait()
-            if self._process.returncode is None:
-                self._process.kill()
-                await self._process.wait()
+        if self._process is not None:
+            await end(self._process, _STOP_SECONDS)
         # A copy of the state folder fails at a socket.
         (self._folder / "api").unlink(missing_ok=True)

@@ -37,7 +37,7 @@ import setproctitle
 
 from geofed_pb import linux
 
-__all__ = ["ExecStarter", "ForkServer", "Process", "Starter"]
+__all__ = ["ExecStarter", "ForkServer", "Process", "Starter", "end"]
 
 _PACKET_BYTES = 128 * 1024
 """Largest packet; a request has the arguments and the environment of one process. Half of a socket's usual buffer."""
@@ -56,6 +56,20 @@ class Process(Protocol):
     async def wait(self) -> int: ...
     def terminate(self) -> None: ...
     def kill(self) -> None: ...
+
+
+async def end(process: Process, seconds: float) -> None:
+    """End a process with SIGTERM, and with SIGKILL after some seconds; returns once it has exited."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await process.wait()
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 class Starter(Protocol):

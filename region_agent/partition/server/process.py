@@ -17,7 +17,7 @@ import grpc.aio
 
 from geofed_pb.errors import CATALOGUE, GeofedError
 from geofed_pb.files.durable import write_durably
-from geofed_pb.fork_server import Process, Starter
+from geofed_pb.fork_server import Process, Starter, end
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.tasks import background
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc
@@ -164,12 +164,8 @@ class PsProcess:
 
     async def stop(self) -> None:
         """End the process with SIGTERM, and with SIGKILL after a timeout."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STOP_SECONDS):
-                    await self._process.wait()
+        if self._process is not None:
+            await end(self._process, _STOP_SECONDS)
         await self.kill()
 
     async def kill(self) -> None:
