@@ -15,7 +15,7 @@ from scheduler._configurations import (
 )
 from scheduler._cost_model import step_seconds
 from scheduler._estimate import basis_of, copied_of, estimate, occasion_of, spread_of
-from scheduler._exchange import ExchangeOptions, exchange_options, policy_of, share_of
+from scheduler._exchange import ExchangeOptions, adapted, exchange_options, share_of
 from scheduler._explain import alternatives, alternatives_of_parts, beyond_limits, chosen_slice
 from scheduler._model import (
     Alternative,
@@ -292,16 +292,14 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownOptions | None =
 
 def _wan_settings(background: bool, regions: int, demand: Demand) -> dict[str, float]:
     """Return the settings of policy and exchange, and what may be adapted while the job runs."""
-    policy = policy_of(demand)
-    # What a published rule states holds as long as the job runs.
-    adapts = background and demand.method is None
-    adapted = {
+    codec, interval = adapted(demand)
+    chosen = {
         "background": background,
-        "choose_codec": adapts and demand.codec is None and not policy.significance,
-        "choose_interval": adapts and demand.interval is None and policy.adapts_interval,
+        "choose_codec": background and codec,
+        "choose_interval": background and interval,
         "choose_topology": demand.topology is None and regions > 2,
     }
-    return demand.wan_settings | {name: 1.0 for name, chosen in adapted.items() if chosen}
+    return demand.wan_settings | {name: 1.0 for name, wanted in chosen.items() if wanted}
 
 
 def _misnamed(workers: int | Mapping[str, int] | None, candidates: list[Region], snapshot: Snapshot) -> list[Reason]:

@@ -373,6 +373,10 @@ SURFACES = {
     "sync.policy": {
         "Values",
         "DEFAULT",
+        "HIDDEN_FRACTION",
+        "HIDING_MARGIN",
+        "LONGEST_ROUNDS",
+        "MAX_CODEC_RATIO",
         "Contribution",
         "Damped",
         "DelayCompensated",
