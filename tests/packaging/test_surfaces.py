@@ -166,18 +166,6 @@ SURFACES = {
         "read_trace",
         "simulate",
     },
-    "scheduler.lab.one_region": {
-        "AdmissionResult",
-        "CapacityLedger",
-        "OneRegionPolicy",
-        "JobStatistics",
-        "VerifiedDecision",
-        "WorkerShares",
-        "admit",
-        "least_device_seconds",
-        "verified_decision",
-        "spread",
-    },
     "scheduler.lab.policies": {"POLICIES", "Ceiling", "ElasticFlow", "ceiling", "policy_named"},
     "scheduler.scaling": {
         "ScalingDecision",
