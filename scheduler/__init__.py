@@ -28,7 +28,7 @@ from scheduler._model import (
     Split,
     StartBilled,
 )
-from scheduler._plan import Planner, plan
+from scheduler._plan import ConfiguredJob, Planner, plan
 from scheduler._rescaling import RunningRegion, WorkerChange, pace, paces, worker_change
 from scheduler.search import BatchPlanner, tried_batches
 from scheduler.topology import (
@@ -52,6 +52,7 @@ __all__ = [
     "BatchPlanner",
     "Capacity",
     "ClientDemand",
+    "ConfiguredJob",
     "Cost",
     "Dataset",
     "Declined",

@@ -55,6 +55,11 @@ PRIOR_START_SECONDS = 5.0
 data."""
 _SIZES_KNOWN = (0.9, 1.15)
 """Range of the actual bytes, as factors of the expected ones, where the sizes of what is sent are known."""
+_SIZES_FILTERED = (0.5, 2.0)
+"""The same where a filter decides what is sent, and an earlier run has told what it let pass. That depends on the
+gradients, and in the background on the order in which updates arrive: of the same job it was 42 to 77 MB."""
+_SIZES_UNFILTERED = (0.01, 2.3)
+"""The same where no run has told it: nearly nothing to every coordinate, which is sent with its number. A choice."""
 _COPY_OVERHEAD = 1.001
 """Bytes that a shard's copy is counted with over its own: frames, offers, and the list of its files."""
 BETWEEN_REGIONS = "between regions"
@@ -177,7 +182,7 @@ def estimate(
         for cost in _bill(place, plan, regions[part.region], constants, took, topology.sent.get(part.region, {}))
     )
     low, high = spread_of(basis)
-    size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else UNKNOWN_SIZE
+    size_low, size_high = _sizes(plan, snapshot)
     copied, paid = _copies(plan.copies, regions)
     # A region whose first model differs from the first region's, as with another version of torch, is sent that one.
     doubtful = float(max(0, len(plan.partitions) - 1) * update_bytes(model_bytes, "fp32"))
@@ -196,6 +201,15 @@ def estimate(
         start_basis="prior" if snapshot.start_seconds is None else "probed" if snapshot.start_probed else "measured",
         phases=_phases(plan, constants, took),
     )
+
+
+def _sizes(plan: Plan, snapshot: Snapshot) -> tuple[float, float]:
+    """Return the range of the bytes that are sent, as factors of the expected ones."""
+    if not snapshot.model_bytes:
+        return UNKNOWN_SIZE
+    if not plan.wan_settings.get("significance"):
+        return _SIZES_KNOWN
+    return _SIZES_FILTERED if snapshot.sent_share else _SIZES_UNFILTERED
 
 
 def stands_beyond(snapshot: Snapshot, model_bytes: int, *, background: bool) -> float:

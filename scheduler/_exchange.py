@@ -10,19 +10,20 @@ import numpy as np
 from scheduler._cost_model import Exchanges
 from scheduler._estimate import (
     PRIOR_MODEL_BYTES,
+    coding_seconds,
     contact_seconds,
     exchange_seconds,
     round_end_seconds,
     stands_beyond,
 )
-from scheduler._link import update_bytes
+from scheduler._link import line_bytes, update_bytes
 from scheduler._model import Declined, Demand, PlannedPartition, Reason, Region, Snapshot
 from scheduler.topology import Links, Topologies, Topology, links_of, topologies_over
 from scheduler.tuning._learning import coding_points
 from sync.codec import Automatic, MaskedIntegers, codec_named, codecs
-from sync.policy import DEFAULT, WanPolicy, policy_named
+from sync.policy import DEFAULT, MAX_CODEC_RATIO, WanPolicy, policy_named
 
-__all__ = ["ExchangeOption", "ExchangeOptions", "exchange_options", "policy_of", "share_of"]
+__all__ = ["ExchangeOption", "ExchangeOptions", "adapted", "exchange_options", "policy_of", "share_of"]
 
 _ONLY_IN_BACKGROUND = {"quorum", "grace_seconds", "damping", "compensation"}
 """Settings without effect where all regions wait for all: a job that sets one exchanges in the background."""
@@ -54,6 +55,11 @@ class ExchangeOptions:
     """`coding_points` of each."""
     lossy: np.ndarray[tuple[int], np.dtype[np.bool_]]
     """Whether the codec of each loses bits."""
+    adapted_seconds: np.ndarray[tuple[int], np.dtype[np.float64]]
+    """Of each, the seconds of one update over the slowest link, by which codec and interval are changed while the job
+    runs; 0: neither is, or the model's size is unknown."""
+    adapts_codec: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    """Of each, whether a smaller codec would take the place of its own; else only the interval may change."""
     impossible: dict[str, str]
     """Why kinds of topology are impossible."""
     links: Links
@@ -69,8 +75,18 @@ def policy_of(demand: Demand) -> WanPolicy:
     return policy_named(demand.wan_policy or DEFAULT)
 
 
+def adapted(demand: Demand) -> tuple[bool, bool]:
+    """Return whether codec and interval may be changed while the job runs, with exchange in the background."""
+    policy = policy_of(demand)
+    # What a published rule states holds as long as the job runs.
+    free = demand.method is None
+    codec = free and demand.codec is None and not policy.significance
+    return codec, free and demand.interval is None and policy.adapts_interval
+
+
 def share_of(snapshot: Snapshot, demand: Demand) -> float:
-    """Return the part of an update that passes the policy's filter; 1 as long as no run has told."""
+    """Return the part of an update that passes the policy's filter, with the numbers of coordinates; 1 as long as no
+    run has told."""
     return (snapshot.sent_share or 1.0) if policy_of(demand).significance else 1.0
 
 
@@ -106,10 +122,33 @@ def exchange_options(
         links=np.array([way.topology.seconds for way in each]),
         beyond=np.array([stands_beyond(snapshot, model_bytes, background=way.background) for way in each]),
     )
-    coding = np.array([coding_points(way.codec) for way in each])
+    changes, interval = adapted(demand)
+    smaller = np.array([way.background and changes and _smaller_pays(way, model_bytes) for way in each])
+    told = smaller | (figures.background & interval) if snapshot.model_bytes else np.zeros(len(each), bool)
     return ExchangeOptions(
-        each, figures, coding, np.array([codec_named(way.codec).lossy for way in each]), impossible, links
+        each,
+        figures,
+        coding=np.array([coding_points(way.codec) for way in each]),
+        lossy=np.array([codec_named(way.codec).lossy for way in each]),
+        adapted_seconds=told * np.array([_update_seconds(way.topology, model_bytes, way.codec) for way in each]),
+        adapts_codec=smaller,
+        impossible=impossible,
+        links=links,
     )
+
+
+def _update_seconds(topology: Topology, model_bytes: int, codec: str) -> float:
+    """Return the seconds to encode an update and to send it over the slowest link, as they are measured in a job."""
+    line = line_bytes(update_bytes(model_bytes, codec))
+    return coding_seconds(model_bytes, codec) + line / topology.least_bytes_per_second + topology.longest_rtt_seconds
+
+
+def _smaller_pays(way: ExchangeOption, model_bytes: int) -> bool:
+    """Return whether a smaller codec would be chosen in a job whose links do not carry a way's."""
+    known = codecs(Automatic.UNDER_WAY)
+    others = known[known.index(way.codec) + 1 :] if way.codec in known else ()
+    most = MAX_CODEC_RATIO * _update_seconds(way.topology, model_bytes, way.codec)
+    return any(_update_seconds(way.topology, model_bytes, other) < most for other in others)
 
 
 def _codecs(demand: Demand, snapshot: Snapshot, regions: int) -> tuple[str, ...]:

@@ -169,6 +169,8 @@ def _why_not(
     if not among.tolerated[where]:
         return "rounds of whole steps would change the passes over some shard"
     mine = own.assignment, own.interval, own.way
+    if search.changed(among)[where] and not search.changed(best)[mine]:
+        return "its exchange takes so much of a round's compute that codec or interval would not stay in the job"
     pairs = (
         (float(among.usd[where]), float(best.usd[mine]), "dearer"),
         (float(among.seconds[where]), float(best.seconds[mine]), "slower"),

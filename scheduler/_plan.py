@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from scheduler._configurations import (
     TORCH_MB,
     RegionConfigurations,
@@ -15,7 +17,7 @@ from scheduler._configurations import (
 )
 from scheduler._cost_model import step_seconds
 from scheduler._estimate import basis_of, copied_of, estimate, occasion_of, spread_of
-from scheduler._exchange import ExchangeOptions, exchange_options, policy_of, share_of
+from scheduler._exchange import ExchangeOptions, adapted, exchange_options, share_of
 from scheduler._explain import alternatives, alternatives_of_parts, beyond_limits, chosen_slice
 from scheduler._model import (
     Alternative,
@@ -77,6 +79,14 @@ class Planner:
             self._demand, self._evaluated = unbounded, {}
         return best_moves(self._snapshot, demand, self._placed, self._roughly)
 
+    def configured(self, demand: Demand) -> tuple[list[ConfiguredJob], ConfiguredJob | None] | Declined:
+        """Return what the demand takes with each configuration of the only region, whatever its limits, those with the
+        fewest workers first; and the one that `plan` chooses (None: none keeps the limits)."""
+        asked = replace(demand, method=None, residency="region", explained=False)
+        self.plan(asked)
+        problem = self._problem(PlacedShards(self._snapshot), asked)
+        return problem if isinstance(problem, Declined) else problem.configured(asked)
+
     def _by_method(self, demand: Demand, method: str) -> Plan | Declined:
         """Return the plan of a published rule, with what the search would have chosen beside it."""
 
@@ -119,6 +129,18 @@ class Planner:
 
 
 @dataclass(frozen=True)
+class ConfiguredJob:
+    """A job in one region with one of its configurations."""
+
+    part: PlannedPartition
+    merging: tuple[str, int] | None
+    """Collective, and K where it takes one (else 0); None: nothing merges."""
+    steps: int
+    seconds: float
+    usd: float
+
+
+@dataclass(frozen=True)
 class _Problem:
     """A demand over shards that lie where they are processed, independent of deadline and budget."""
 
@@ -139,6 +161,22 @@ class _Problem:
         if not self._made or self._made[0][0] != unexplained:
             self._made[:] = [(unexplained, self._plan(*found, demand, limits))]
         return self._explained(self._made[0][1], *found, demand, limits)
+
+    def configured(self, demand: Demand) -> tuple[list[ConfiguredJob], ConfiguredJob | None]:
+        """Return the jobs with each configuration of the first region, and the chosen one."""
+        front, limits = self.fronts[0], limits_of(demand)
+        evaluated = self.search.evaluation.evaluate(np.arange(len(front))[:, None])
+        score = np.where(evaluated.tolerated, self.search.score(evaluated, limits), np.inf).reshape(len(front), -1)
+        best = np.unravel_index(score.argmin(axis=1), evaluated.seconds.shape[1:])
+        each = [
+            ConfiguredJob(
+                front[n].part, front[n].merging, int(evaluated.rounds[n, at] * evaluated.interval[n, at]),
+                float(evaluated.seconds[n, at, way]), float(evaluated.usd[n, at, way]),
+            )
+            for n, (at, way) in enumerate(zip(*(axis.tolist() for axis in best), strict=True))
+        ]  # fmt: skip
+        found = self.search.best(limits)
+        return each, None if found is None else each[int(found[0].choice[found[1].assignment][0])]
 
     def _plan(self, evaluated: EvaluatedPlans, place: PlanIndex, demand: Demand, limits: PlanCriteria) -> Plan:
         snapshot, way = self.placed.snapshot, self.ways.each[evaluated.ways[place.way]]
@@ -292,16 +330,14 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownOptions | None =
 
 def _wan_settings(background: bool, regions: int, demand: Demand) -> dict[str, float]:
     """Return the settings of policy and exchange, and what may be adapted while the job runs."""
-    policy = policy_of(demand)
-    # What a published rule states holds as long as the job runs.
-    adapts = background and demand.method is None
-    adapted = {
+    codec, interval = adapted(demand)
+    chosen = {
         "background": background,
-        "choose_codec": adapts and demand.codec is None and not policy.significance,
-        "choose_interval": adapts and demand.interval is None and policy.adapts_interval,
+        "choose_codec": background and codec,
+        "choose_interval": background and interval,
         "choose_topology": demand.topology is None and regions > 2,
     }
-    return demand.wan_settings | {name: 1.0 for name, chosen in adapted.items() if chosen}
+    return demand.wan_settings | {name: 1.0 for name, wanted in chosen.items() if wanted}
 
 
 def _misnamed(workers: int | Mapping[str, int] | None, candidates: list[Region], snapshot: Snapshot) -> list[Reason]:

@@ -1,7 +1,7 @@
 """The present workers of each job over several regions: promises first, then the jobs that gain most from what is left.
 
-The same idea as ``admit`` and ``spread``, for jobs whose regions must keep one pace. A promise is a holding over time,
-so a job may be promised workers that others still have, and others may use what it does not need yet.
+The regions of a job must keep one pace. A promise is a holding over time, so a job may be promised workers that others
+still have, and others may use what it does not need yet.
 """
 
 from __future__ import annotations

@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
 
 @dataclass(frozen=True)
 class SpeedCurve:
@@ -65,16 +62,6 @@ class SpeedCurve:
             (0, *(self.levels[index] for index in self.lean)),
             (0.0, *(self.rates[index] for index in self.lean)),
         )
-
-    @cached_property
-    def rate_by_free(self) -> NDArray[np.float64]:
-        """The rate by number of free devices, up to the largest level."""
-        return np.array([self.rate(free) for free in range(self.levels[-1] + 1)])
-
-    @cached_property
-    def level_by_free(self) -> NDArray[np.int64]:
-        """The largest level that fits, by number of free devices, up to the largest level."""
-        return np.array([self.fitting(free) for free in range(self.levels[-1] + 1)])
 
     def capped(self, most: int) -> SpeedCurve | None:
         """The curve up to `most` devices; None: no level is that small."""

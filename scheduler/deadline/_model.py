@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scheduler.deadline._curve import SpeedCurve
-
 
 @dataclass(frozen=True)
 class Overhead:
@@ -27,28 +25,12 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class DeadlineJob:
-    """One job, or the part of one that runs in one region at a time, in its present state."""
+    """What a job must still do, and until when."""
 
-    name: str
-    curves: Mapping[str, SpeedCurve]
-    """Curves by admissible region: where the data may be read, and how fast the job runs there."""
     work: float
     """Steps left."""
     deadline_s: float
     """Instant; infinite for best effort."""
-    region: str = ""
-    """Region where it runs or has its promise; empty: none yet."""
-    share: int = 0
-    """Devices that it has now."""
-    ready_s: float = -math.inf
-    """Instant until which it is paused by an earlier change."""
-    value: float = 1.0
-    """Value of keeping the deadline."""
-    later: tuple[tuple[float, float], ...] = ()
-    """A soft deadline's further steps: (instant, value), ascending in time, falling in value. Tried in turn."""
-    user: str = ""
-    served_s: float = 0.0
-    """Device seconds that its user's best-effort work has had; the least served goes first."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +57,6 @@ class Rules:
     kept_reserve_s: float = 0.0
     """The same for jobs that have their promise."""
     grace_s: float = 60.0
-    """Seconds of a window that need no margin: for so short a time changes can be postponed, see ``fixed_until``."""
-    change_pause_s: float = 0.0
-    """Seconds that any change now costs every running job."""
-    usual_device_s: float = math.inf
-    """Usual device seconds of a job for each unit of its value. Where a region is nearly full up to a job's deadline,
-    only jobs up to that size are promised, and the more is free, the larger ones: a large job must not take the place
-    of ten small ones. Infinite: any job that fits."""
+    """Seconds of a window that need no margin: for so short a time changes can be postponed."""
     quotas: Mapping[str, int] = field(default_factory=dict)
     """By user: most devices that the promises of one user may hold at once; other users have no limit."""

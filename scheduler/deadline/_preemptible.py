@@ -195,4 +195,4 @@ def _begins_s(held: Reservation) -> float:
 
 
 def _job(gang: Gang) -> DeadlineJob:
-    return DeadlineJob(gang.name, {}, gang.work, gang.deadline_s)
+    return DeadlineJob(gang.work, gang.deadline_s)

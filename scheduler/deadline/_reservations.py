@@ -50,7 +50,7 @@ def devices_of(region: str) -> str:
 class Gang:
     """A job that has workers in several regions: a round ends with the slowest, so that all have one pace.
 
-    A ``DeadlineJob`` is the case of one region. Raises ``ValueError`` where the paces do not ascend.
+    Raises ``ValueError`` where the paces do not ascend.
     """
 
     name: str

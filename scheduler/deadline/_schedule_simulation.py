@@ -102,20 +102,17 @@ def simulate_schedule(
     levels_now: Mapping[str, int],
     overhead: Overhead,
     placement: Placement | None = None,
-    fixed_until_s: float = -math.inf,
-    slack_s: float = _SLACK_S,
 ) -> SimulatedSchedule:
     """Simulate all jobs, with the levels ``levels_now`` at first, and later as their plans need.
 
     A job's level increases when its plan's does. No level decreases before the devices are needed: first those of jobs
     without a promise, then those above the job's plan. At every change the changed jobs pause, the jobs that
     ``placement`` moves for them, and with ``overhead.everyone`` all that run. Plans together must fit the ``capacity``.
-    No level increases before ``fixed_until_s``, except now.
 
     Every change takes O(log n), however many jobs pause for it: pauses of all jobs stop a clock of their own, by which
     ends are counted.
     """
-    return _ScheduleSimulation(now, capacity, jobs, levels_now, overhead, placement, fixed_until_s, slack_s).run()
+    return _ScheduleSimulation(now, capacity, jobs, levels_now, overhead, placement).run()
 
 
 class _ScheduleSimulation:
@@ -127,10 +124,8 @@ class _ScheduleSimulation:
         levels_now: Mapping[str, int],
         overhead: Overhead,
         placement: Placement | None,
-        fixed_until_s: float,
-        slack_s: float,
     ) -> None:
-        self.now, self.overhead, self.fixed_until_s, self.slack_s = now, overhead, fixed_until_s, slack_s
+        self.now, self.overhead = now, overhead
         self.base_s = overhead.base_s if overhead.everyone else 0.0
         self.placement = placement.copy() if placement is not None else None
         self.jobs = jobs
@@ -199,7 +194,7 @@ class _ScheduleSimulation:
         late = {
             job.name: ends[job.name] - job.deadline_s
             for job in jobs
-            if math.isfinite(job.deadline_s) and ends[job.name] > job.deadline_s - self.slack_s
+            if math.isfinite(job.deadline_s) and ends[job.name] > job.deadline_s - _SLACK_S
         }
         plans = {job.name: tuple(steps) for job, steps in zip(jobs, self.steps, strict=True)}
         return SimulatedSchedule(plans, ends, late, self.next_s, self.fits)
@@ -257,7 +252,7 @@ class _ScheduleSimulation:
         for place, (since_s, level) in enumerate(plan := self.jobs[number].plan):
             passed = since_s <= now and (later or (place + 1 < len(plan) and plan[place + 1][0] <= now))
             if level > have and not passed:
-                heappush(self.increases, (max(since_s, self.now, self.fixed_until_s), number, self.version[number]))
+                heappush(self.increases, (max(since_s, self.now), number, self.version[number]))
                 return
 
     def _apply_due_changes(self, at: float) -> None:
@@ -310,7 +305,8 @@ class _ScheduleSimulation:
         paused = dict.fromkeys(changed)
         for number in changed:
             self._set(number, wanted[number])
-        if self.placement is not None:
+        # What does not fit has no place; such a schedule does not hold anyway.
+        if self.placement is not None and self.fits:
             jobs = self.jobs
             moved = self.placement.arrange(
                 [(jobs[number].name, jobs[number].need(wanted[number])[0]) for number in changed]

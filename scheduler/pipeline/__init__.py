@@ -20,7 +20,7 @@ from scheduler.pipeline._model import (
     StageChannel,
     StageRegion,
 )
-from scheduler.pipeline._planner import cheapest, fastest, front, pipeline_options, uniform
+from scheduler.pipeline._planner import front, pipeline_options
 
 __all__ = [
     "ORDERS",
@@ -38,13 +38,10 @@ __all__ = [
     "PlannedStage",
     "StageChannel",
     "StageRegion",
-    "cheapest",
     "cuts_of",
     "evaluate",
     "explain",
-    "fastest",
     "front",
     "pipeline_options",
     "played",
-    "uniform",
 ]

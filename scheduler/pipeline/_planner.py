@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 
 from scheduler.pipeline._evaluate import evaluate, held_bytes
 from scheduler.pipeline._model import MIB, Cut, NothingFitsError, PipelineOptions, PipelineProblem, PlannedPipeline
 from scheduler.pipeline._search import search
 
-__all__ = ["cheapest", "fastest", "front", "pipeline_options", "uniform"]
+__all__ = ["front", "pipeline_options"]
 
 
 def front(problem: PipelineProblem, within: float = 0.0) -> tuple[PlannedPipeline, ...]:
@@ -29,42 +28,10 @@ def front(problem: PipelineProblem, within: float = 0.0) -> tuple[PlannedPipelin
     if not found:
         raise NothingFitsError(_why_not(problem))
     plans = (evaluate(problem, way, cuts) for way, cuts in found)
-    return best_of(plan for plan in plans if plan is not None)
+    return _best_of(plan for plan in plans if plan is not None)
 
 
-def cheapest(plans: Sequence[PlannedPipeline], within_seconds: float) -> PlannedPipeline | None:
-    """Return the cheapest pipeline of a front whose iteration takes no longer."""
-    return min((plan for plan in plans if plan.seconds <= within_seconds), key=lambda plan: plan.usd, default=None)
-
-
-def fastest(plans: Sequence[PlannedPipeline], within_usd: float) -> PlannedPipeline | None:
-    """Return the fastest pipeline of a front whose iteration costs no more."""
-    return min((plan for plan in plans if plan.usd <= within_usd), key=lambda plan: plan.seconds, default=None)
-
-
-def uniform(problem: PipelineProblem) -> tuple[PlannedPipeline, ...]:
-    """Return the front of FuncPipe's published set-up, whose planner was not published: the baseline.
-
-    GPipe order, stages with numbers of layers as equal as possible, one memory size for all, in the first place, no
-    recomputation; over the number of stages, sizes, degrees and micro-batches.
-    """
-    length, sizes = len(problem.profile.layers), problem.places[0].sizes
-    found: list[PlannedPipeline] = []
-    for way in (way for way in pipeline_options(problem) if way.order == "gpipe"):
-        for stages in range(1, length + 1):
-            if problem.stages not in (None, stages):
-                continue
-            if problem.most_workers is not None and stages * way.degree > problem.most_workers:
-                break
-            ends = [length * number // stages for number in range(stages + 1)]
-            for size in range(len(sizes)):
-                cuts = [Cut(first, after - 1, 0, size) for first, after in pairwise(ends)]
-                plan = evaluate(problem, way, cuts)
-                found += [plan] if plan is not None else []
-    return best_of(found)
-
-
-def best_of(plans: Iterable[PlannedPipeline]) -> tuple[PlannedPipeline, ...]:
+def _best_of(plans: Iterable[PlannedPipeline]) -> tuple[PlannedPipeline, ...]:
     """Return the pipelines that no other one beats, the fastest first."""
     best: list[PlannedPipeline] = []
     for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.usd, len(plan.stages))):

@@ -25,6 +25,7 @@ from scheduler.tuning._learning import (
     samples_factor,
     step_samples_of,
 )
+from sync.policy import HIDDEN_FRACTION, HIDING_MARGIN, LONGEST_ROUNDS
 
 __all__ = [
     "MOST_OFF",
@@ -92,6 +93,9 @@ class EvaluatedPlans:
     """`samples_factor`, by assignment."""
     batch_points: Floats
     """Points that the global batch gives up, by assignment."""
+    changed: Bools
+    """Whether the exchange takes so much of a round's compute that its codec or interval would be changed while the job
+    runs."""
 
     @cached_property
     def tolerated(self) -> Bools:
@@ -201,8 +205,16 @@ class PlanEvaluation:
         factor = samples_factor(assignments.step_samples.sum(axis=1), self._compared_samples, self._noise)
         return EvaluatedPlans(
             choice, ways, numbers, steps_of, rounds, took.seconds, took.usd, points, off, most, factor,
-            self._batch_points(factor),
+            self._batch_points(factor), self._changed(rounds, took.compute, list(ways)),
         )  # fmt: skip
+
+    def _changed(self, rounds: Floats, compute: Floats, ways: list[int]) -> Bools:
+        """Return `EvaluatedPlans.changed` by the rule of the job: a longer interval must leave it rounds."""
+        own = self.ways.adapted_seconds[ways]
+        if not own.any():
+            return np.zeros((len(rounds), 1, 1), bool)
+        may = self.ways.adapts_codec[ways] | (rounds > LONGEST_ROUNDS)[..., None]
+        return np.asarray(may & (own > HIDDEN_FRACTION * HIDING_MARGIN * compute))
 
     def _lengths(
         self, intervals: Floats, total: Floats, shares: Floats, *, exact: bool = False
@@ -349,8 +361,9 @@ def _with_least(ways: ExchangeOptions, useful: tuple[int, ...]) -> tuple[Exchang
     figures["links"] = added(its.links, np.max)
     count = len(ways.each)
     extended = replace(
-        ways, figures=replace(its, **figures), coding=added(ways.coding, np.min), lossy=added(ways.lossy, np.min)
-    )
+        ways, figures=replace(its, **figures), coding=added(ways.coding, np.min), lossy=added(ways.lossy, np.min),
+        adapted_seconds=added(ways.adapted_seconds, np.min), adapts_codec=added(ways.adapts_codec, np.min),
+    )  # fmt: skip
     return extended, tuple(range(count, count + len(groups)))
 
 
@@ -365,6 +378,8 @@ def _undominated(ways: ExchangeOptions) -> tuple[int, ...]:
             its.contact,
             ways.coding,
             1.0 * ways.lossy,
+            ways.adapted_seconds,
+            1.0 * ways.adapts_codec,
             1.0 * its.background,
         ],
         axis=1,

@@ -48,6 +48,9 @@ OTHER_WORTH = 0.03
 much in the median (docs/benchmarks/planning.md): which of two plans that differ less is faster is not known."""
 LOSSY_WORTH = 0.001
 """Share of the objective that a codec must save to be chosen although it loses bits, even if no metric shows it."""
+CHANGED_WORTH = 1.0
+"""What the logarithm of the objective is raised by where codec or interval would be changed while the job runs, so that
+no prediction would hold: such a plan is chosen only where each other one takes e times as much. A choice."""
 MOST_WHOLLY_EVALUATED = 1_000_000
 """Numbers up to which the changes of a found plan are evaluated with all intervals and exchanges, too."""
 _MOST_LOOKED_AT = 12
@@ -178,13 +181,14 @@ class PlanSearch:
             logarithm(evaluated.factor) + POINT_WORTH * evaluated.batch_points if limits.progress else np.zeros(1)
         )
         lost = np.maximum(0.0, evaluated.points) + evaluated.off_points[..., None]
-        return (
+        return np.asarray(
             logarithm(main)
             + progress[:, None, None]
             + OTHER_WORTH * logarithm(other)
             + POINT_WORTH * lost
             + BEYOND_WORTH * np.maximum(0.0, evaluated.points - self.evaluation.demand.tolerance)
             + CAREFUL_WORTH * np.minimum(0.0, evaluated.points)
+            + CHANGED_WORTH * evaluated.changed
             + LOSSY_WORTH * self.evaluation.ways.lossy[list(evaluated.ways)]
         )
 
@@ -199,6 +203,10 @@ class PlanSearch:
             return np.ones((1, 1, 1), bool)
         seconds, usd = self.highest(evaluated)
         return np.asarray((seconds <= limits.deadline_seconds) & (usd <= limits.budget_usd))
+
+    def changed(self, evaluated: EvaluatedPlans) -> Bools:
+        """Return whether codec or interval would be changed while the job runs."""
+        return np.broadcast_to(evaluated.changed, evaluated.seconds.shape)
 
     def given_up(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> float:
         """Return the points that a plan may give up, by its exchange and, where progress counts, its global batch."""

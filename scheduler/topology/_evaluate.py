@@ -6,6 +6,7 @@ asymmetry of the links decide, so all kinds are evaluated (`_flood`) and compare
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -64,6 +65,8 @@ class Topology:
     """Updates that the region which handles most sends and receives in a round."""
     longest_rtt_seconds: float = 0.0
     """Round-trip time of the link on which it is longest."""
+    least_bytes_per_second: float = math.inf
+    """Rate of the slowest link."""
 
     @cached_property
     def sent(self) -> dict[str, dict[str, int]]:
@@ -122,6 +125,7 @@ class _Load:
     busiest: int
     """As `Topology.busiest_updates`."""
     longest_rtt_seconds: float
+    least_bytes_per_second: float
 
 
 def evaluate_topologies(
@@ -224,9 +228,9 @@ def _load(candidate: Candidate, links: Links, pairs: tuple[tuple[str, str], ...]
     names, size = links.names, len(links.names)
     if not candidate.links or 2 * len(candidate.links) == size * (size - 1):
         # Each link carries one update: nothing needs to be counted.
-        longest = float((links.rtt * links.there).max())
+        longest, slowest = float((links.rtt * links.there).max()), float(links.rate[links.there].min(initial=math.inf))
         usd = float(links.usd_per_gb.sum())
-        return _Load(pairs or tuple(combinations(names, 2)), (), usd, 2 * (size - 1), longest)
+        return _Load(pairs or tuple(combinations(names, 2)), (), usd, 2 * (size - 1), longest, slowest)
     neighbours = _neighbours(range(size), candidate.links)
     updates, carried = np.zeros((size, size), np.int64), carried_updates(neighbours)
     updates[tuple(np.array(list(carried)).T)] = list(carried.values())
@@ -236,6 +240,7 @@ def _load(candidate: Candidate, links: Links, pairs: tuple[tuple[str, str], ...]
         usd_per_gb=float((updates * links.usd_per_gb).sum()),
         busiest=int((updates.sum(axis=0) + updates.sum(axis=1)).max()),
         longest_rtt_seconds=float(links.rtt[updates > 0].max(initial=0.0)),
+        least_bytes_per_second=float(links.rate[updates > 0].min(initial=math.inf)),
     )
 
 
@@ -252,6 +257,7 @@ def _topology(kind: str, candidate: Candidate, load: _Load, network: Network, up
         update_bytes=update_bytes,
         busiest_updates=load.busiest,
         longest_rtt_seconds=load.longest_rtt_seconds,
+        least_bytes_per_second=load.least_bytes_per_second,
     )
 
 

@@ -1,4 +1,4 @@
-"""FasDL's performance model, mended and extended, and the search for the best configuration of a partition."""
+"""FasDL's performance model, mended and extended: what a step takes with each configuration of a partition."""
 
 from scheduler.tuning._fasdl import fasdl_heuristic
 from scheduler.tuning._fit import (
@@ -25,7 +25,7 @@ from scheduler.tuning._model import (
 from scheduler.tuning._predict import iterations, needed_mb, predict, step_seconds
 from scheduler.tuning._profile import TaskProfile, space_of, task_of, worker_counts
 from scheduler.tuning._progress import NormPair, noise_scale
-from scheduler.tuning._search import Step, StepChoices, Steps, cheapest, configurations, fastest, front, step_choices
+from scheduler.tuning._search import Step, StepChoices, Steps, step_choices
 
 __all__ = [
     "SKEW_THRESHOLD",
@@ -47,14 +47,10 @@ __all__ = [
     "TaskModel",
     "TaskProfile",
     "TuningLimits",
-    "cheapest",
-    "configurations",
     "fasdl_heuristic",
-    "fastest",
     "fit_compute",
     "fit_correction",
     "fit_memory",
-    "front",
     "iterations",
     "label_skew",
     "least_squares",

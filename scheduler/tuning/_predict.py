@@ -1,7 +1,8 @@
-"""What configurations take: seconds, money and memory, for one of them or for many at once."""
+"""What steps and merges take, for one configuration or for many at once; and what FasDL's search compares."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,31 +58,12 @@ class ConfigurationGrid:
     merges: Merges
 
 
-@dataclass(frozen=True)
-class Outcomes:
-    """What the configurations of a grid take, in the same places."""
-
-    compute_seconds: Floats
-    merge_seconds: Floats
-    iterations: Floats
-    seconds: Floats
-    usd: Floats
-    requests_usd: Floats
-    needed_mb: Floats
-    fits: npt.NDArray[np.bool_]
-    """In memory."""
-
-
 @dataclass(frozen=True, eq=False)
 class MergeCosts:
     """Of one merge each."""
 
     seconds: Floats
     usd: Floats
-
-    def at(self, places: npt.NDArray[np.int64]) -> MergeCosts:
-        """Those at some places, in that order."""
-        return MergeCosts(self.seconds[places], self.usd[places])
 
 
 def merge_costs(task: TaskModel, name: str, merges: Merges) -> MergeCosts:
@@ -99,30 +81,6 @@ def costs_over(
     return MergeCosts(told.seconds(correction), told.usd(channel))
 
 
-def outcomes(task: TaskModel, grid: ConfigurationGrid, costs: MergeCosts | None = None) -> Outcomes:
-    """Predict all configurations of a grid; ``costs``: their merges', where they are known already."""
-    merges, platform = grid.merges, task.platform
-    if costs is None:
-        costs = merge_costs(task, grid.channel, merges)
-    compute, merge = step_seconds(task.compute, grid.batches, grid.memories_mb), costs.seconds
-    one = compute + merge
-    count = iterations(task.progress, grid.batches * merges.workers)
-    # An invocation makes whole steps, the first however long it takes.
-    steps = np.maximum(1.0, np.ceil(platform.slice_seconds / one))
-    calls = np.ceil(count / steps)
-    worked = count * one + (calls - 1) * platform.again_seconds
-    seconds = platform.start_seconds + worked
-    functions = merges.workers * (
-        (grid.memories_mb / 1024 * platform.usd_per_gb_second + platform.usd_per_second) * worked
-        + calls * platform.usd_per_call
-    )
-    requests = count * costs.usd
-    nodes = seconds / _SECONDS_PER_HOUR * platform.server_usd_per_hour
-    needed = needed_mb(task.memory, grid.batches, task.model_bytes, merges.chunks)
-    fits = needed <= grid.memories_mb
-    return Outcomes(compute, merge, count, seconds, functions + requests + nodes, requests, needed, fits)
-
-
 def share_of(memory_mb: float, full_rate_mb: float) -> float:
     """What a function of so much memory has of the bandwidth."""
     return min(1.0, memory_mb / full_rate_mb) if full_rate_mb else 1.0
@@ -138,25 +96,22 @@ def predict(task: TaskModel, configurations: Sequence[Configuration]) -> list[Pr
 
 def _predict(task: TaskModel, one: Configuration) -> Prediction | None:
     channel = next(known for known in task.channels if known.name == one.channel)
+    needed = float(needed_mb(task.memory, one.batch, task.model_bytes, one.chunks))
+    if needed > one.memory_mb:
+        return None
     row = (one.collective, one.workers, one.chunks, share_of(one.memory_mb, channel.full_rate_mb))
-    grid = ConfigurationGrid(
-        one.channel, np.array([float(one.memory_mb)]), np.array([float(one.batch)]), Merges.of([row])
+    costs, platform = merge_costs(task, one.channel, Merges.of([row])), task.platform
+    compute, merge = float(step_seconds(task.compute, one.batch, one.memory_mb)), float(costs.seconds[0])
+    count = int(iterations(task.progress, one.batch * one.workers))
+    # An invocation makes whole steps, the first however long it takes.
+    calls = math.ceil(count / max(1, math.ceil(platform.slice_seconds / (compute + merge))))
+    worked = count * (compute + merge) + (calls - 1) * platform.again_seconds
+    seconds, requests = platform.start_seconds + worked, count * float(costs.usd[0])
+    functions = one.workers * (
+        (one.memory_mb / 1024 * platform.usd_per_gb_second + platform.usd_per_second) * worked
+        + calls * platform.usd_per_call
     )
-    told = outcomes(task, grid)
-    return prediction(one, told, 0) if told.fits[0] else None
-
-
-def prediction(one: Configuration, told: Outcomes, at: int) -> Prediction:
-    """Of one place of a grid."""
-    compute, merge = float(told.compute_seconds[at]), float(told.merge_seconds[at])
+    nodes = seconds / _SECONDS_PER_HOUR * platform.server_usd_per_hour
     return Prediction(
-        configuration=one,
-        iteration_seconds=compute + merge,
-        compute_seconds=compute,
-        merge_seconds=merge,
-        iterations=int(told.iterations[at]),
-        seconds=float(told.seconds[at]),
-        usd=float(told.usd[at]),
-        requests_usd=float(told.requests_usd[at]),
-        needed_mb=float(told.needed_mb[at]),
-    )
+        one, compute + merge, compute, merge, count, seconds, functions + requests + nodes, requests, needed
+    )  # fmt: skip

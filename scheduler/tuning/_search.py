@@ -1,15 +1,12 @@
-"""The best configuration of all that there are: every dimension at once, exactly.
+"""The steps of all configurations of a region, of which plans choose: workers, memory, collective and K together.
 
-FasDL's search fixes the number of workers and the memory before it looks at K, and so misses what only the three
-together make possible. Here all combinations are evaluated. A merge depends on memory only through bandwidth, so that
-its closed form is computed once for each (collective, workers, K, share) and then combined with every memory and batch
-in arrays.
+A merge depends on memory only through bandwidth, so that its closed form is computed once for each (collective,
+workers, K, share) and then combined with every memory in arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,76 +16,19 @@ import numpy.typing as npt
 from scheduler.tuning._model import (
     ChannelProfile,
     Compute,
-    Configuration,
     Memory,
-    Prediction,
     Space,
     TaskModel,
-    TuningLimits,
 )
 from scheduler.tuning._predict import (
     ConfigurationGrid,
     MergeCosts,
-    Outcomes,
     costs_over,
     needed_mb,
-    outcomes,
-    prediction,
     share_of,
     step_seconds,
 )
 from sync.collective import Correction, Merges, collective_named, collectives
-
-_MUCH = 1e-9
-"""Of two that differ relatively by less, the one that is better otherwise."""
-
-
-@dataclass(frozen=True)
-class _Evaluated:
-    """All configurations of one channel with what they take; only those that fit."""
-
-    grid: ConfigurationGrid
-    told: Outcomes
-    at: npt.NDArray[np.int64]
-    """Places of the grid that fit."""
-    names: tuple[str, ...] = field(default_factory=collectives)
-    """Collectives by number."""
-
-
-def configurations(task: TaskModel, space: Space) -> Iterator[Configuration]:
-    """All of them, whether they fit or not."""
-    for channel in _channels(task, space):
-        for collective, workers, chunks in _merges(space):
-            for memory_mb in space.memories_mb:
-                for batch in space.batches:
-                    yield Configuration(memory_mb, workers, batch, collective, chunks, channel)
-
-
-def cheapest(task: TaskModel, space: Space, limits: TuningLimits = TuningLimits()) -> Prediction | None:  # noqa: B008 - frozen
-    """The cheapest configuration that keeps the limits, of equals the fastest; None: there is none."""
-    return _best(task, space, limits, by_cost=True)
-
-
-def fastest(task: TaskModel, space: Space, limits: TuningLimits = TuningLimits()) -> Prediction | None:  # noqa: B008 - frozen
-    """The fastest configuration that keeps the limits, of equals the cheapest; None: there is none."""
-    return _best(task, space, limits, by_cost=False)
-
-
-def front(task: TaskModel, space: Space, limits: TuningLimits = TuningLimits()) -> tuple[Prediction, ...]:  # noqa: B008 - frozen
-    """The Pareto front of time and money, the fastest first: nothing else is better than one of these in both."""
-    found: list[tuple[float, float, _Evaluated, int]] = []
-    for evaluated in _evaluate(task, space):
-        seconds, usd = evaluated.told.seconds[evaluated.at], evaluated.told.usd[evaluated.at]
-        keep = (seconds <= limits.deadline_seconds) & (usd <= limits.budget_usd)
-        found += [
-            (float(evaluated.told.seconds[at]), float(evaluated.told.usd[at]), evaluated, int(at))
-            for at in evaluated.at[keep][_undominated(seconds[keep], usd[keep])]
-        ]
-    told: list[Prediction] = []
-    for _, usd_of_one, evaluated, at in sorted(found, key=lambda one: one[:2]):
-        if not told or usd_of_one < told[-1].usd:
-            told.append(prediction(_named(evaluated, at), evaluated.told, at))
-    return tuple(told)
 
 
 class Step(NamedTuple):
@@ -181,36 +121,6 @@ def step_choices(task: TaskModel, space: Space, name: str) -> StepChoices:
     return StepChoices(
         workers, memory_mb, collective, chunks, seconds, usd[rows], level, combined.sizes_mb, task.model_bytes
     )
-
-
-def _best(task: TaskModel, space: Space, limits: TuningLimits, *, by_cost: bool) -> Prediction | None:
-    best: tuple[float, float, _Evaluated, int] | None = None
-    for evaluated in _evaluate(task, space):
-        seconds, usd = evaluated.told.seconds[evaluated.at], evaluated.told.usd[evaluated.at]
-        keep = (seconds <= limits.deadline_seconds) & (usd <= limits.budget_usd)
-        if not keep.any():
-            continue
-        first, then = (usd, seconds) if by_cost else (seconds, usd)
-        least = first[keep].min()
-        as_good = keep & (first <= least * (1 + _MUCH))
-        at = np.flatnonzero(as_good)[np.argmin(then[as_good])]
-        one = (float(first[at]), float(then[at]), evaluated, int(evaluated.at[at]))
-        if best is None or one[:2] < best[:2]:
-            best = one
-    return None if best is None else prediction(_named(best[2], best[3]), best[2].told, best[3])
-
-
-def _evaluate(task: TaskModel, space: Space) -> Iterator[_Evaluated]:
-    for name in _channels(task, space):
-        combined, costs = _grid(task, space, name)
-        evaluated = outcomes(task, combined.grid, costs)
-        yield _Evaluated(combined.grid, evaluated, np.flatnonzero(evaluated.fits))
-
-
-def _grid(task: TaskModel, space: Space, name: str) -> tuple[_Combined, MergeCosts]:
-    """Every combination for one channel, with what its merge takes."""
-    combined, costs = _combined(space, name, _shares(task, space, name)), _merge_costs(task, space, name)
-    return combined, costs.at(combined.at)
 
 
 def _shares(task: TaskModel, space: Space, name: str) -> tuple[float, ...]:
@@ -323,29 +233,3 @@ def _merges(space: Space) -> list[tuple[str, int, int]]:
             else:
                 ways[collective, workers, method.owners(workers, None)] = None
     return list(ways)
-
-
-def _channels(task: TaskModel, space: Space) -> tuple[str, ...]:
-    known = tuple(channel.name for channel in task.channels)
-    return known if space.channels is None else tuple(name for name in known if name in space.channels)
-
-
-def _undominated(seconds: npt.NDArray[np.float64], usd: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Places that no other beats in both."""
-    order = np.lexsort((usd, seconds))
-    if not len(order):
-        return order
-    cheapest_before = np.minimum.accumulate(np.concatenate(([np.inf], usd[order][:-1])))
-    return order[usd[order] < cheapest_before]
-
-
-def _named(evaluated: _Evaluated, at: int) -> Configuration:
-    grid, merges = evaluated.grid, evaluated.grid.merges
-    return Configuration(
-        memory_mb=int(grid.memories_mb[at]),
-        workers=int(merges.workers[at]),
-        batch=int(grid.batches[at]),
-        collective=evaluated.names[merges.collective[at]],
-        chunks=int(merges.chunks[at]),
-        channel=grid.channel,
-    )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from geofed_pb.errors import GeofedError
 from sync.policy._clients import clients_of_round
 from sync.policy._contract import Contribution, Outer, Policy, Values, WanPolicy
+from sync.policy._hiding import HIDDEN_FRACTION, HIDING_MARGIN, LONGEST_ROUNDS, MAX_CODEC_RATIO
 from sync.policy._staleness import Damped, DelayCompensated
 from sync.policy._state import StateAveraged
 from sync.policy.asgd import GradientSum
@@ -14,6 +15,10 @@ from sync.registry import Registry
 
 __all__ = [
     "DEFAULT",
+    "HIDDEN_FRACTION",
+    "HIDING_MARGIN",
+    "LONGEST_ROUNDS",
+    "MAX_CODEC_RATIO",
     "Contribution",
     "Damped",
     "DelayCompensated",

@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import Mapping
 
 from sync.codec import Automatic, codecs
+from sync.policy import LONGEST_ROUNDS
 from sync.wan import Bounds, ExchangeSettings, LinkSample, Observation, initial, observe
 
 __all__ = ["Controller"]
 
 _MAX_INTERVAL_FACTOR = 16
 """Longest interval, as a multiple of the planned one."""
-_MIN_ROUNDS = 16
-"""Rounds that the job must still have with the longest interval."""
 _KEPT_DECISIONS = 20
 """Latest decisions that are kept to be reported."""
 
@@ -23,7 +22,7 @@ class Controller:
     """The WAN controller of one region, and its latest decisions."""
 
     def __init__(self, exchange: ExchangeSettings, codec: str, interval_steps: int, steps: int) -> None:
-        longest = max(interval_steps, min(_MAX_INTERVAL_FACTOR * interval_steps, steps // _MIN_ROUNDS))
+        longest = max(interval_steps, min(_MAX_INTERVAL_FACTOR * interval_steps, steps // LONGEST_ROUNDS))
         known = codecs(Automatic.UNDER_WAY)
         # The plan's codec is the one that its objective is best with: more bytes than planned are never sent.
         choices = known[known.index(codec) :] if exchange.choose_codec and codec in known else (codec,)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from sync.codec import codec_named, codecs
+from sync.policy import HIDDEN_FRACTION, HIDING_MARGIN, MAX_CODEC_RATIO
 
 __all__ = [
     "Bounds",
@@ -27,12 +28,6 @@ __all__ = [
 
 LINE_OVERHEAD_FACTOR = 1.05
 """Bytes on the line per byte of an update: headers of TLS, TCP and IP."""
-MAX_FRACTION = 0.8
-"""Communication over computing time up to which communication counts as hidden."""
-MARGIN = 0.85
-"""A change must reduce the communication at least to this fraction of what it was."""
-MAX_CODEC_RATIO = 0.9
-"""A codec is chosen only if its communication takes at most this fraction of that of every less lossy codec."""
 HOLD_ROUNDS = 3
 """Rounds for which a condition must hold before it causes a change."""
 PAUSE_ROUNDS = 5
@@ -226,10 +221,10 @@ class _Load:
 def _with_needs(state: ControllerState, load: _Load) -> ControllerState:
     """Count the rounds for which the setting was not enough, or more than enough."""
     fraction = load.fraction(state.rung)
-    over = fraction > MAX_FRACTION
-    target = min(MAX_FRACTION, MARGIN * fraction)
+    over = fraction > HIDDEN_FRACTION
+    target = min(HIDDEN_FRACTION, HIDING_MARGIN * fraction)
     needed = (*state.needed, load.needed(target))[-HOLD_ROUNDS:] if over else ()
-    enough = load.needed(MAX_FRACTION * MARGIN)
+    enough = load.needed(HIDDEN_FRACTION * HIDING_MARGIN)
     if enough < state.rung:
         spare_needs = max(enough, state.spare_needs) if state.spare_rounds else enough
         state = replace(state, spare_rounds=state.spare_rounds + 1, spare_needs=spare_needs)
@@ -254,7 +249,7 @@ def _tightened(state: ControllerState, load: _Load) -> tuple[ControllerState, st
         return None
     # The median: a single bad round among three does not decide.
     rung = sorted(state.needed)[HOLD_ROUNDS // 2]
-    if rung <= state.rung or load.fraction(rung) > MARGIN * load.fraction(state.rung):
+    if rung <= state.rung or load.fraction(rung) > HIDING_MARGIN * load.fraction(state.rung):
         if state.limit_reported:
             return None
         text = f"{_named(state.rung, load)} is the most that may be chosen, but takes {load.words(state.rung)}"

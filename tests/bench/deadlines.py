@@ -1,13 +1,13 @@
-"""OneRegionPolicy met on published traces: this scheduler, ElasticFlow as published and others, in one simulation.
+"""Deadlines met on published traces: by the control plane's core, by ElasticFlow as published, and by others.
 
     nice .venv/bin/python tests/bench/deadlines.py [--quick] [--json PATH] [--traces PATH] [--prices PATH]
 
 Every policy gets the same jobs, speeds, buddy placement and pauses: what ElasticFlow's simulator charges for a change,
-and any change pauses everybody. "Own pauses" is ours where a change pauses whom it changes, as our runtime does. A
-declined job counts as not met; a promise that was broken is counted besides. Beside each figure stands what no
-scheduler could exceed: a linear programme that knows the future and lets shares flow (HiGHS). First our ports of three
-rivals are held against the figures of the published simulator, ElasticFlow's with its clock and pauses. `--quick` takes
-the traces of 195 jobs alone.
+and any change pauses everybody. "Own pauses" is ours where a change pauses whom it changes, as our runtime does; bars
+are of these. A declined job counts as not met; a promise that was broken is counted besides. Beside each figure stands
+what no scheduler could exceed: a linear programme that knows the future and lets shares flow (HiGHS). First our ports
+of three rivals are held against the figures of the published simulator, ElasticFlow's with its clock and pauses.
+`--quick` takes the traces of 195 jobs alone.
 
 Settings were tuned on the two traces of 195 jobs; the other traces were only measured.
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import math
 import statistics
 import sys
 import time
@@ -30,12 +29,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from deadlines_published import simulate_published
-from deadlines_speed import FULL, NEARLY_FULL, admissions, plan_seconds
 from deadlines_spot import SpotSettings, simulate_spot
 from report import Bar, Report, options
 
-from scheduler.deadline import Overhead, Rules, curve_from_table
-from scheduler.lab.one_region import OneRegionPolicy
+from scheduler.deadline import Overhead, curve_from_table
 from scheduler.lab.policies import POLICIES, ElasticFlow, ceiling, policy_named
 from scheduler.simulate import Incidents, Pauses, SimulationRun, Tables, TraceJob, read_table, read_trace, simulate
 
@@ -71,9 +68,6 @@ OWN_PAUSES = ", own pauses"
 SHARES = {1: 95.0, 2: 94.0, 4: 82.0}
 """Per cent of the ceiling, by the part of a trace's largest cluster."""
 NEAR_POINTS = 3.0
-CHRONUS_STEP, CHRONUS_NODES = 4, 36
-
-
 SPOT_SEEDS = 20
 """Draws of preemptions."""
 
@@ -87,12 +81,8 @@ def main() -> int:
         return 2
     _calibrate(report, traces)
     ratios = _deadlines(report, traces)
-    _live(report, traces)
     _errors(report, traces)
     _spot(report, traces, given.prices)
-    if not given.quick:
-        _chronus(report, traces)
-    _latency(report, jobs=5_000 if given.quick else 10_000)
     report.details["traces"] = traces.hashes
     report.details["ratios"] = ratios
     return report.close(given.json)
@@ -116,9 +106,6 @@ class _Traces:
             path = self.folder / "elasticflow" / f"{trace}.csv"
             self._jobs[trace] = self._read(path, self._speeds(kind))
         return self._jobs[trace]
-
-    def chronus(self) -> list[TraceJob]:
-        return self._read(self.folder / "chronus" / "trace_job_Philly_MIX2.csv", {})
 
     def _read(self, path: Path, tables: Tables) -> list[TraceJob]:
         self.hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -228,8 +215,8 @@ def _deadlines(report: Report, traces: _Traces) -> dict[str, float]:
                 ratios[f"{trace}@{devices} {name}"] = run.ratio
             if name == "geofed":
                 broken += run.broken
-                part = largest[trace] // devices
-                _deadline_bars(report, trace, devices, run, most.met, part, everyone=everyone)
+                if not everyone:
+                    _deadline_bars(report, trace, devices, run, most.met, largest[trace] // devices)
     report.bars.append(Bar.at_most("admitted and missed with exact curves, all runs", broken, "jobs", 0))
     return ratios
 
@@ -242,40 +229,14 @@ def _names(jobs: Sequence[TraceJob], at_full_size: bool) -> Sequence[str]:
     return (*QUICK_ENOUGH, "elasticflow") if at_full_size and len(jobs) < 2 * LARGE_JOBS else QUICK_ENOUGH
 
 
-def _deadline_bars(
-    report: Report, trace: str, devices: int, run: SimulationRun, most: float, part: int, *, everyone: bool
-) -> None:
-    if not everyone:
-        if trace != T4:
-            name = f"share of the ceiling ({most:.1f}) on {trace} at {devices}, where a change pauses whom it changes"
-            report.bars.append(Bar.at_least(name, 100 * run.met / most, "%", SHARES[part]))
-        return
+def _deadline_bars(report: Report, trace: str, devices: int, run: SimulationRun, most: float, part: int) -> None:
+    """Add the bars of a run in which a change pauses whom it changes, as in the runtime."""
     least = {(T4, 64): 86.0, (MS, 128): 90.0, (MS, 64): 84.0}.get((trace, devices))
     if least is not None:
         report.bars.append(Bar.at_least(f"deadlines met on {trace} at {devices}", 100 * run.ratio, "%", least))
     if trace != T4:
         name = f"share of the ceiling ({most:.1f}) on {trace} at {devices}"
         report.bars.append(Bar.at_least(name, 100 * run.met / most, "%", SHARES[part]))
-        if part == 4 and not report.quick:
-            report.bars.append(Bar.at_least(f"{name}, further goal", 100 * run.met / most, "%", 88.0))
-
-
-def _live(report: Report, traces: _Traces) -> None:
-    """What the control plane decides by, where a change pauses whom it changes."""
-    broken = 0
-    print("\ngeofed-live, a change pauses whom it changes")
-    cases = QUICK if report.quick else [*QUICK, (PHILLY, 16, 8)]
-    runs = _in_parallel(partial(_run_live, traces.jobs(trace), nodes, per_node) for trace, nodes, per_node in cases)
-    for (trace, *_), run in zip(cases, runs, strict=True):
-        _note(report, "live", trace, run)
-        print(f"  {trace:<18}{run.devices:>6} devices: {run.met} met, {run.broken} of {run.promised} promises broken")
-        broken += run.broken
-    report.bars.append(Bar.at_most("admitted and missed with exact curves by geofed-live", broken, "jobs", 0))
-
-
-def _run_live(jobs: Sequence[TraceJob], nodes: int, per_node: int) -> SimulationRun:
-    policy, pauses = policy_named("geofed-live", nodes * per_node, everyone=False)
-    return simulate(jobs, policy, nodes, per_node, pauses)
 
 
 def _errors(report: Report, traces: _Traces) -> None:
@@ -295,7 +256,7 @@ def _errors(report: Report, traces: _Traces) -> None:
 
 
 def _with_errors(jobs: Sequence[TraceJob], nodes: int, per_node: int, seed: int) -> SimulationRun:
-    policy, pauses = policy_named("geofed", nodes * per_node, curve_error=0.1)
+    policy, pauses = policy_named("geofed", nodes * per_node, everyone=False, curve_error=0.1)
     return simulate(jobs, policy, nodes, per_node, pauses, Incidents(1e-3, seed=seed), 0.1, seed)
 
 
@@ -343,59 +304,6 @@ def _price_ratio(prices: Path) -> float:
         if purchase != "on_demand"
     ]
     return statistics.median(both)
-
-
-def _chronus(report: Report, traces: _Traces) -> None:
-    """Strict and soft deadlines, and best effort: every fourth job, on a quarter of the devices that all would need.
-
-    Shares are fixed and changes pause only those that they change: with so many short jobs, pausing everybody would
-    leave no time to run, whatever the policy.
-    """
-    jobs = traces.chronus()[::CHRONUS_STEP]
-    overhead = Overhead()
-    rules = Rules(overhead, reserve_s=10.0, kept_reserve_s=6.0)
-    most = sum(job.deadlines[0][1] for job in jobs if job.deadlines)
-    print(f"\nChronus' mix, {len(jobs)} jobs, {8 * CHRONUS_NODES} devices; value of all in time {most:.0f}")
-    value, wait = {}, {}
-    for policy in (ElasticFlow(60.0, keep=True), OneRegionPolicy(rules, keep=True)):
-        run = simulate(jobs, policy, CHRONUS_NODES, 8, Pauses(overhead))
-        waits = [job.started_s - job.submit_s for job in run.outcomes if job.best_effort]
-        value[run.policy] = sum(job.value for job in run.outcomes if not job.best_effort)
-        wait[run.policy] = statistics.fmean(waits)
-        _note(report, "chronus", "Philly_MIX2", run, value=value[run.policy], best_effort_wait_s=wait[run.policy])
-        print(
-            f"  {run.policy:<14} value {value[run.policy]:8.0f}, best effort waits {wait[run.policy]:6.0f} s on the"
-            f" mean, {run.broken} of {run.promised} promises broken"
-        )
-    gain = 100 * (value["geofed"] / value["elasticflow"] - 1)
-    report.bars += [
-        Bar.at_least("value on Chronus' mix, above ElasticFlow's", gain, "%", 10.0),
-        Bar.at_most("mean wait of best effort on Chronus' mix", wait["geofed"], "s", wait["elasticflow"]),
-    ]
-
-
-def _latency(report: Report, jobs: int) -> None:
-    rounds = 3 if report.quick else 5
-    worst, plans, full = [], [], []
-    for number in range(rounds):
-        took = sorted(admissions(active=1000, asked=300, seed=number))
-        worst.append(took[math.ceil(0.99 * len(took)) - 1] * 1e3)
-        plans.append(plan_seconds(jobs, number, NEARLY_FULL) * 1e3)
-        full.append(plan_seconds(jobs, number, FULL) * 1e3)
-        report.runs.append({"part": "latency", "p50_ms": took[len(took) // 2] * 1e3, "p99_ms": worst[-1]})
-        report.runs[-1] |= {"max_ms": took[-1] * 1e3, "plan_ms": plans[-1], "plan_full_ms": full[-1]}
-    print(f"\nadmission with 1,000 active jobs, 99th percentile: {_spread(worst)} ms")
-    print(f"plan of {jobs:,} jobs from nothing, shares included: {_spread(plans)} ms (of {rounds} runs)")
-    print(f"the same where all is reserved at some time: {_spread(full)} ms")
-    report.bars += [
-        Bar.at_most("admission with 1,000 active jobs, 99th percentile", statistics.median(worst), "ms", 5.0),
-        Bar.at_most(f"plan of {jobs:,} jobs", statistics.median(plans), "ms", 250.0),
-        Bar.at_most(f"plan of {jobs:,} jobs in a full region", statistics.median(full), "ms", 250.0),
-    ]
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 if __name__ == "__main__":

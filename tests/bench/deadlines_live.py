@@ -1,4 +1,4 @@
-"""OneRegionPolicy live: bursts of jobs that really train on three regions in the WAN emulator.
+"""Deadlines live: bursts of jobs that really train on three regions in the WAN emulator.
 
     .venv/bin/python tests/bench/deadlines_live.py [--quick] [--json PATH]
 

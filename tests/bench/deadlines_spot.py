@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler.deadline import DeadlineJob, Overhead, latest_exit, preemptible_share
-from scheduler.lab.one_region import least_device_seconds
 from scheduler.simulate._trace import TraceJob
 
-_REGION = "here"
 _SHORTEST_S = 30.0
 """A stay on preemptible capacity that would last less is not begun."""
+_SHORTEST_LOW, _SHORTEST_LOW_S = 0.02, 5.0
+"""Share of the window, and seconds, for which a job has the smaller of two levels at least."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def simulate_spot(jobs: Sequence[TraceJob], settings: SpotSettings) -> SpotRun:
     for spec in jobs:
         if not spec.deadlines:
             continue
-        alone = latest_exit(_job(spec, spec.submit_s, spec.work), spec.curve, spec.submit_s, settings.overhead, 0.0)
+        alone = latest_exit(_job(spec, spec.work), spec.curve, spec.submit_s, settings.overhead, 0.0)
         if not alone.share:
             continue
         count += 1
@@ -79,13 +78,23 @@ def simulate_spot(jobs: Sequence[TraceJob], settings: SpotSettings) -> SpotRun:
 
 
 def _least_device_s(spec: TraceJob) -> float:
-    found = least_device_seconds(_job(spec, spec.submit_s, spec.work), spec.curve, spec.submit_s)
-    # By its margins some jobs are late, which keep their deadline exactly.
-    return found if math.isfinite(found) else min(n * spec.work / spec.curve.rate(n) for n in spec.curve.levels)
+    """Return the device seconds that meet the deadline between two neighbouring levels of the curve's lower hull, the
+    cost of changes included."""
+    (levels, rates), window, changes = spec.curve.ladder, spec.deadline_s - spec.submit_s, Overhead()
+    for at in range(1, len(levels)):
+        need = spec.work + rates[at] * changes.seconds(levels[at]) + rates[at - 1] * changes.seconds(levels[at - 1])
+        if need > rates[at] * window:
+            continue
+        low_s = min(window, (rates[at] * window - need) / (rates[at] - rates[at - 1]))
+        # A stay that is too short is not begun.
+        low_s = low_s if low_s >= max(_SHORTEST_LOW_S, _SHORTEST_LOW * window) else 0.0
+        return levels[at - 1] * low_s + levels[at] * (window - low_s)
+    # By the cost of changes some jobs are late, which keep their deadline exactly.
+    return min(n * spec.work / spec.curve.rate(n) for n in spec.curve.levels)
 
 
-def _job(spec: TraceJob, now: float, left: float) -> DeadlineJob:
-    return DeadlineJob(spec.name, {_REGION: spec.curve}, left, spec.deadline_s)
+def _job(spec: TraceJob, left: float) -> DeadlineJob:
+    return DeadlineJob(left, spec.deadline_s)
 
 
 class _Stay:
@@ -103,7 +112,7 @@ class _Stay:
         curve, overhead = self.spec.curve, self.settings.overhead
         preempted_s = self._next_preemption(now)
         while True:
-            job = _job(self.spec, now, left)
+            job = _job(self.spec, left)
             way_out = latest_exit(job, curve, now, overhead, self.settings.margin, self.settings.lost_s)
             begin_s = now if share else now + overhead.seconds(preemptible_share(job, curve, now, self.settings.margin))
             if way_out.leave_s - begin_s < _SHORTEST_S:
@@ -121,7 +130,7 @@ class _Stay:
             if now >= preempted_s:
                 self.preemptions += 1
                 left = min(self.spec.work, left + self.draw.uniform(0, self.settings.lost_s) * rate)
-                again = latest_exit(_job(self.spec, now, left), curve, now, overhead, self.settings.margin)
+                again = latest_exit(_job(self.spec, left), curve, now, overhead, self.settings.margin)
                 if again.leave_s < now + self.settings.wait_s + _SHORTEST_S:
                     return self._on_demand(now, left, again.share)
                 share, now = 0, now + self.settings.wait_s

@@ -42,14 +42,12 @@ from scheduler.pipeline import (
     PlannedPipeline,
     StageChannel,
     StageRegion,
-    cheapest,
-    fastest,
     front,
-    uniform,
 )
 from scheduler.pipeline._planner import pipeline_options
 from tests.scheduler.pipeline.problems import problem as small_problem
 from tests.scheduler.pipeline.program import least_usd
+from tests.support.pipeline_choices import cheapest, fastest, uniform
 
 MB = 1 << 20
 MEMORIES_MB = (512, 1024, 1536, 2048, 3072, 4096, 6144, 10240)

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline_processes import Made, Processes
 from report import Bar, Report
+from support.pipeline_choices import fastest, uniform
 
 from scheduler import pipeline
 from sync.channel import Buffer, Channel
@@ -382,7 +383,7 @@ def _end_to_end(bench: Bench, report: Report, count: int, batch: int) -> list[Ba
     for name, layers in (("resnet", resnet()), ("bert", bert()), ("amoebanet", amoebanet())):
         asked = problem(layers, batch, DEGREES, bench.hop_seconds)
         # Both planners are asked for the fastest, ours within what theirs costs. Ours knows what it plans for.
-        theirs = pipeline.uniform(asked)[0]
+        theirs = uniform(asked)[0]
         early = replace(asked, merges_early=True, merges_apart=True)
         contenders = [
             Contender("FuncPipe's set-up, searched", theirs, False),
@@ -433,7 +434,7 @@ def _end_to_end(bench: Bench, report: Report, count: int, batch: int) -> list[Ba
 
 
 def _ours(asked: pipeline.PipelineProblem, theirs: pipeline.PlannedPipeline) -> pipeline.PlannedPipeline:
-    found = pipeline.fastest(pipeline.front(asked), theirs.usd)
+    found = fastest(pipeline.front(asked), theirs.usd)
     assert found is not None, "every plan of the baseline is among those that the search covers"
     return found
 

@@ -1,13 +1,12 @@
-"""How accurately a configuration's time is predicted, how exactly and fast the best one is found, and its gain.
+"""How accurately a configuration's time is predicted, and the gain of the best one.
 
-    .venv/bin/python tests/bench/tuning.py [--quick] [--json PATH] [--only predicted|searched|chosen]
+    .venv/bin/python tests/bench/tuning.py [--quick] [--json PATH] [--only predicted|chosen]
 
 Predicted: live iterations over a real redis-server and an S3 server that is as slow as S3 (`tuning_live.py`). Compute
 is a sleep of calibrated length, the tensors and requests are real. Coefficients are fitted to a few configurations, and
-all others, which the fit has not seen, are predicted. Searched: the search against trying everything, on random
-instances. Chosen: what is taken for a deadline, run live beside LambdaML's set-up and FasDL's choice, in turn. Steps to
-the target follow from a gradient noise scale that was measured of a real task (`docs/tuning.md`); they are modelled.
-Quick leaves out what is chosen, unless that is asked for.
+all others, which the fit has not seen, are predicted. Chosen: the best of all for a deadline, run live beside
+LambdaML's set-up and FasDL's choice, in turn. Steps to the target follow from a gradient noise scale that was measured
+of a real task (`docs/tuning.md`); they are modelled. Quick leaves out what is chosen, unless that is asked for.
 
 With `--quick` it takes 2 minutes.
 """
@@ -16,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from channel_prices import REQUEST_PRICES
 from report import Bar, Report, options
-from support.tuning_draws import drawn_limits, drawn_space, drawn_task, enumerated
+from support.tuning_draws import cheapest
 from tuning_baselines import as_published
 from tuning_baselines import fasdl as fasdl_heuristic
 from tuning_live import MB, Measured, Setting, compute_seconds, measured
@@ -45,9 +42,6 @@ from scheduler.tuning import (
     StepPoint,
     TaskModel,
     TuningLimits,
-    cheapest,
-    configurations,
-    fastest,
     fit_compute,
     fit_correction,
     predict,
@@ -55,7 +49,6 @@ from scheduler.tuning import (
 )
 from sync.collective import ChannelCosts, Correction, Merges, collectives, merge_terms
 
-INSTANCES, QUICK_INSTANCES = 500, 60
 USD_PER_GB_SECOND = 0.0000166667
 """AWS Lambda, us-east-1."""
 NOISE_SAMPLES = 313.0
@@ -241,55 +234,6 @@ def judge(report: Report, rows: Sequence[tuple[Setting, Measured, ChannelCosts]]
     return bars
 
 
-# Searched
-
-
-def searched(report: Report) -> None:
-    """The search against trying everything, and its time on instances of full size."""
-    rng, count = random.Random(20261122), QUICK_INSTANCES if report.quick else INSTANCES
-    false, apart, found = 0, 0.0, 0
-    for _ in range(count):
-        task, space = drawn_task(rng), drawn_space(rng)
-        every = enumerated(task, space)
-        limits = drawn_limits(rng, every)
-        kept = [one for one in every if one.seconds <= limits.deadline_seconds and one.usd <= limits.budget_usd]
-        for search, value in ((cheapest, _usd), (fastest, _seconds)):
-            best = search(task, space, limits)
-            false += (best is None) != (not kept)
-            if best is not None and kept:
-                found += 1
-                apart = max(apart, abs(value(best) / min(map(value, kept)) - 1))
-    times = [_timed(drawn_task(rng)) for _ in range(count // 5)]
-    most = max(len(list(configurations(task, FULL))) for task in (drawn_task(rng) for _ in range(5)))
-    print(f"\n{count} instances, {found} with a best one; of full size: up to {most} configurations")
-    print(f"a search: median {1e3 * statistics.median(times):.1f} ms, worst {1e3 * max(times):.1f} ms")
-    report.runs.append({"part": "searched", "instances": count, "seconds": times, "configurations": most})
-    report.bars += [
-        Bar.at_most("search: instances wrongly called infeasible, or feasible", false, "", 0),
-        Bar.at_most("search: farthest from the best of all", 100 * apart, "%", 1e-6),
-        Bar.at_most(
-            "search: worst time of an instance of full size", 1e3 * max(times), "ms", report.target(50, quick=500)
-        ),
-    ]
-
-
-FULL = Space((256, 512, 768, 1024, 1536, 1769, 2048, 3008), tuple(range(1, 33)), (16, 32, 64, 128))
-
-
-def _timed(task: TaskModel) -> float:
-    begun = time.perf_counter()
-    cheapest(task, FULL, TuningLimits(1e6))
-    return time.perf_counter() - begun
-
-
-def _seconds(one: Prediction) -> float:
-    return one.seconds
-
-
-def _usd(one: Prediction) -> float:
-    return one.usd
-
-
 # Chosen
 
 
@@ -414,17 +358,14 @@ def main() -> int:
         parser.add_argument(
             "--measured", type=Path, metavar="PATH", help="take what an earlier run's JSON has measured"
         )
-        parser.add_argument("--only", choices=("predicted", "searched", "chosen"), help="this part alone")
+        parser.add_argument("--only", choices=("predicted", "chosen"), help="this part alone")
 
     given = options(__doc__, more=more)
     report = Report("tuning", given.quick)
-    if given.only != "predicted":
-        searched(report)
-    if given.only != "searched":
-        live = measured(tried(given.quick), quick=given.quick) if given.measured is None else taken_from(given.measured)
-        known = predicted(report, live)
-        if given.only == "chosen" or not (given.only or given.quick):
-            chosen(report, known)
+    live = measured(tried(given.quick), quick=given.quick) if given.measured is None else taken_from(given.measured)
+    known = predicted(report, live)
+    if given.only == "chosen" or not (given.only or given.quick):
+        chosen(report, known)
     return report.close(given.json)
 
 

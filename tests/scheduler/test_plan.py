@@ -28,6 +28,8 @@ from scheduler import (
 )
 from scheduler._link import update_bytes
 from scheduler.tuning import MergePoint
+from sync.ps.controller import Controller
+from sync.wan import ExchangeSettings, LinkSample
 
 PRICES = Prices("list", "2026-01", 1.67e-5, 2e-7, 0.05, 0.09, {"b": 0.02})
 
@@ -641,7 +643,7 @@ def test_no_item_of_a_bill_is_negative() -> None:
 def test_the_search_bills_what_the_estimate_does() -> None:
     told = {"a": StartBilled(-864.0, -864.0), "b": StartBilled(50.0, 50.0)}
     known = Snapshot((region("a"), region("b")), model_bytes=4000, start_seconds=3.0, started=told)
-    cheapest = demand(workers=2, minimise="cost")
+    cheapest = demand(workers=2, minimise="cost", exchange="background")
     most = planned(known, cheapest).estimate.usd.high
     assert planned(known, replace(cheapest, budget_usd=most * 1.001)).estimate.usd.high <= most * 1.001
     assert f"a budget of ${most:.4f} would do" in str(declined(known, replace(cheapest, budget_usd=most * 0.999)))
@@ -663,3 +665,32 @@ def test_merges_of_runs_count_without_a_profile() -> None:
     assert merges(ran, 3, collective="all-reduce") == {"a": None, "b": None}
     assert merges(ran, 3, collective="server-reduce") == {"a": pytest.approx(0.06), "b": None}
     assert merges(ran, 3, merging_codec="int8") == {"a": None, "b": None}
+
+
+@pytest.mark.parametrize("mbps", [1.0, 3.0, 30.0])
+@pytest.mark.parametrize("model_bytes", [50_000, 400_000])
+@pytest.mark.parametrize("minimise", ["time", "cost"])
+def test_codec_and_interval_of_a_plan_stay_while_links_are_as_known(
+    mbps: float, model_bytes: int, minimise: str
+) -> None:
+    one, other = (region(name, 4000, links=(Link(name, to, 100.0, mbps),)) for name, to in (("a", "b"), ("b", "a")))
+    known = Snapshot((one, other), model_bytes=model_bytes, speeds={"a": 1000.0, "b": 1000.0})
+    chosen = planned(known, demand(minimise=minimise, epochs=5.0))
+    for part in chosen.partitions:
+        steps, settings = part.steps_per_round, ExchangeSettings.of(chosen.wan_settings)[0]
+        controller = Controller(settings, chosen.codec, steps, chosen.rounds * steps)
+        for number in range(20):
+            controller.round_over(number, step_seconds(part), model_bytes, {"other": LinkSample(mbps, 100.0)}, 0.0)
+        assert (controller.codec, controller.interval_steps) == (chosen.codec, steps), list(controller.decisions)
+
+
+def test_bytes_of_a_filter_have_a_wide_range() -> None:
+    first = planned(
+        Snapshot((region("a"), region("b")), model_bytes=4000),
+        demand(wan_policy="asp", wan_settings={"significance": 0.01}),
+    ).estimate.wan_bytes
+    known = Snapshot((region("a"), region("b")), model_bytes=4000, sent_share=0.5)
+    second = planned(known, demand(wan_policy="asp", wan_settings={"significance": 0.01})).estimate.wan_bytes
+    assert first.low < 0.02 * first.expected < 2 * first.expected < first.high
+    assert second.low == pytest.approx(0.5 * second.expected)
+    assert second.high >= 2 * second.expected

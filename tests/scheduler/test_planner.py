@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 
 import pytest
+from support.tuning_draws import cheapest
 
 from scheduler import Capacity, Dataset, Declined, Link, Plan, Prices, Region, Snapshot, Split, plan
-from scheduler.tuning import NormPair, PlatformCosts, StepPoint, space_of, task_of
-from scheduler.tuning import cheapest as cheapest_alone
+from scheduler.tuning import NormPair, PlatformCosts, StepPoint, TuningLimits, space_of, task_of
 from tests.scheduler.test_plan import demand, planned, region
 from tests.scheduler.test_tuned import profile, there
 
@@ -131,7 +131,7 @@ def test_the_requests_of_a_channel_are_counted_as_tuning_and_meter_count_them() 
     assert requests.usd == pytest.approx(part.merge_usd * chosen.rounds * part.steps_per_round)
     platform = PlatformCosts(DEAR_EGRESS.function_usd_per_gb_second, DEAR_EGRESS.function_usd_per_request)
     task = task_of(of_s3, platform, epochs=64.0, steps=None)
-    told = cheapest_alone(task, space_of(of_s3, workers=(8,), most_memory_mb=2048, batch=25))
+    told = cheapest(task, space_of(of_s3, workers=(8,), most_memory_mb=2048, batch=25), TuningLimits())
     assert told is not None
     assert chosen.estimate.usd.expected == pytest.approx(told.usd, rel=0.02)
     assert chosen.warnings == ()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import Capacity, Declined, Region, Snapshot, plan
+from scheduler import Capacity, Declined, Planner, Region, Snapshot, plan
 from scheduler.tuning import ChannelProfile, MergePoint, NormPair, StepPoint, TaskProfile
 from tests.scheduler.test_plan import demand, planned, region
 
@@ -183,3 +183,25 @@ def test_a_slice_that_keeps_a_deadline_is_chosen_and_none_is_longer_than_a_platf
     capacity = replace(there_is.regions[0].capacity, slice_seconds=20.0)
     limited = replace(there_is, regions=(replace(there_is.regions[0], capacity=capacity), there_is.regions[1]))
     assert planned(limited, asked).slice_seconds == 20.0
+
+
+@pytest.mark.parametrize("minimise", ["time", "cost"])
+@pytest.mark.parametrize("deadline", [None, 60.0, 1e-3])
+def test_configurations_of_a_region_take_what_its_plan_takes(minimise: str, deadline: float | None) -> None:
+    known = Snapshot((there("a"),), model_bytes=4_000_000, profiles={"a": profile("a")}, start_seconds=1.0)
+    asked = demand(minimise=minimise, deadline_seconds=deadline)
+    answer = plan(known, asked)
+    found = Planner(known).configured(asked)
+    assert not isinstance(found, Declined)
+    each, chosen = found
+    assert [one.part.workers for one in each] == sorted(one.part.workers for one in each)
+    if isinstance(answer, Declined):
+        assert chosen is None
+        return
+    assert chosen is not None
+    (part,) = answer.partitions
+    assert replace(chosen.part, steps_per_round=part.steps_per_round) == replace(part, shards=())
+    assert chosen.steps == answer.rounds * answer.interval
+    # A plan's slices are shorter where that costs less than half a per cent.
+    assert answer.estimate.seconds.expected == pytest.approx(chosen.seconds, rel=0.006)
+    assert answer.estimate.usd.expected == pytest.approx(chosen.usd, rel=0.006)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 from scheduler.tuning import (
     ChannelProfile,
     Compute,
+    Configuration,
     Convergence,
     Memory,
     PlatformCosts,
@@ -14,10 +16,9 @@ from scheduler.tuning import (
     Space,
     TaskModel,
     TuningLimits,
-    configurations,
     predict,
 )
-from sync.collective import Correction, collectives
+from sync.collective import Correction, collective_named, collectives
 
 
 def drawn_task(rng: random.Random) -> TaskModel:
@@ -90,5 +91,30 @@ def drawn_limits(rng: random.Random, every: list[Prediction]) -> TuningLimits:
 
 def enumerated(task: TaskModel, space: Space) -> list[Prediction]:
     """Every configuration that fits, each by itself."""
-    told = predict(task, list(configurations(task, space)))
+    told = predict(task, list(_configurations(task, space)))
     return [one for one in told if one is not None]
+
+
+def cheapest(task: TaskModel, space: Space, limits: TuningLimits) -> Prediction | None:
+    """The cheapest configuration that keeps the limits, of equals the fastest; None: there is none."""
+    kept = [
+        one
+        for one in enumerated(task, space)
+        if one.seconds <= limits.deadline_seconds and one.usd <= limits.budget_usd
+    ]
+    return min(kept, key=lambda one: (one.usd, one.seconds), default=None)
+
+
+def _configurations(task: TaskModel, space: Space) -> Iterator[Configuration]:
+    channels = [channel.name for channel in task.channels if space.channels is None or channel.name in space.channels]
+    for channel in channels:
+        for workers in space.workers:
+            for name in space.collectives:
+                method = collective_named(name)
+                owners = {method.owners(workers, None)}
+                if method.takes_k:
+                    owners = {k for k in space.chunks or range(1, workers + 1) if k <= workers}
+                for chunks in sorted(owners):
+                    for memory_mb in space.memories_mb:
+                        for batch in space.batches:
+                            yield Configuration(memory_mb, workers, batch, name, chunks, channel)

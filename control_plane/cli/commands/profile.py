@@ -124,7 +124,7 @@ def _region_text(name: str, one: Data) -> str:
 def _front_text(one: Data) -> str:
     front, chosen = one["front"], one["chosen"]
     if not front:
-        return "no configuration in this region has enough memory"
+        return f"no configuration in this region: {one['why_none'] or 'none has enough memory'}"
     shown = front
     if len(front) > _FRONT_ROWS:
         step = (len(front) - 1) / (_FRONT_ROWS - 1)

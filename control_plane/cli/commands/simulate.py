@@ -28,7 +28,7 @@ _MAX_DEVICES = 1 << 16
 """Limit of NODES times DEVICES; it bounds the simulation's memory."""
 _LINE_SECONDS = 10.0
 """Time between two lines of progress where stderr is no terminal."""
-_DEFAULT_POLICIES = ["geofed-live", "elasticflow"]
+_DEFAULT_POLICIES = ["geofed", "elasticflow"]
 
 
 _TraceFile = Annotated[
@@ -89,7 +89,7 @@ def simulate(
     cluster: Annotated[str, typer.Option("--cluster", metavar="NODESxDEVICES", help="Size of the cluster, like 16x4.")],
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", help="Policy, or `all`; may be repeated. Default: geofed-live, elasticflow."),
+        typer.Option("--policy", help="Policy, or `all`; may be repeated. Default: geofed, elasticflow."),
     ] = None,
     device: Annotated[
         str,

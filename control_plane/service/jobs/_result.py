@@ -243,15 +243,15 @@ def _phase_seconds(plan: Plan, name: str) -> float:
 
 
 def _sent_share(state: JobState, plan: Plan) -> float | None:
-    """Return the part of the updates that has passed the policy's filter, by the bytes of all regions; None: the policy
-    has none, or nothing was sent."""
+    """Return the part of the updates that has passed the policy's filter, by the bytes of all regions; above 1 where
+    most coordinates have, each with its number. None: the policy has none, or nothing was sent."""
     reports = [part.report for part in state.partitions if part.report is not None]
     rounds = max((report.round for report in reports), default=0)
     sent = sum(sum(report.totals.sent_bytes.values()) for report in reports)
     if not (plan.wan_settings.get("significance") and sent and rounds and plan.estimate.wan_bytes.expected):
         return None
     unfiltered = plan.estimate.wan_bytes.expected / plan.sent_share * rounds / plan.rounds
-    return min(1.0, sent / unfiltered)
+    return sent / unfiltered
 
 
 def _first_steps_at(state: JobState, batch: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -14,23 +13,9 @@ from pydantic import TypeAdapter, ValidationError
 from control_plane.store import RunRow
 from geofed_pb.bounds import MOST_LABELS
 from geofed_pb.errors import GeofedError
-from scheduler import Demand, Region
-from scheduler.tuning import (
-    MergePoint,
-    PlatformCosts,
-    Prediction,
-    Space,
-    TaskModel,
-    TaskProfile,
-    TuningLimits,
-    cheapest,
-    fastest,
-    front,
-    worker_counts,
-)
-from scheduler.tuning import space_of as tuning_space
-from scheduler.tuning import task_of as tuning_task
-from sync.collective import collective_named
+from scheduler import ConfiguredJob, Declined, Demand, Planner, Region, Snapshot, step_seconds
+from scheduler.tuning import MergePoint, PlatformCosts, TaskModel, TaskProfile, needed_mb, task_of
+from sync.collective import DEFAULT, collective_named
 
 _PROFILE = TypeAdapter(TaskProfile)
 _MERGE = TypeAdapter(MergePoint)
@@ -89,83 +74,109 @@ def tuned(
     samples_per_second: float | None = None,
     merges: Sequence[MergePoint] = (),
 ) -> dict[str, Any]:
-    """Return a profile with its Pareto front and the chosen configuration, for a job that runs in this region alone.
+    """Return a profile with its Pareto front and the configuration that a plan chooses, for a job that runs in this
+    region alone with whole models in its workers, by the cost model of plans.
 
     Args:
         samples_per_second: speed measured by an earlier run, which takes precedence over the profile.
         merges: merge times measured by earlier runs.
     """
-    task, space = _task(profile, region, demand, samples_per_second, merges), _space(profile, region, demand)
-    limits = TuningLimits(demand.deadline_seconds or math.inf, demand.budget_usd or math.inf)
-    chosen = (fastest if demand.minimise == "time" else cheapest)(task, space, limits)
-    whole = front(task, space)
+    if region.prices is None:
+        raise GeofedError("PRICE_UNKNOWN", f"the prices of region {region.name} are unknown")
+    task = task_of(profile, PlatformCosts(0.0), epochs=demand.epochs, steps=demand.steps)
+    told = _planner(profile, region, samples_per_second, merges).configured(_alone(region, demand))
+    each, chosen, why = ([], None, _told(told)) if isinstance(told, Declined) else (*told, "")
+    rows = {id(one): _row(one, profile, task) for one in each}
+    front = [rows[id(one)] for one in _front(each)]
+    cheapest = {one.part.workers: one for one in sorted(each, key=lambda one: (-one.usd, -one.seconds))}
+    others = [rows[id(cheapest[workers])] for workers in _thinned(sorted(cheapest))]
     return {
         **asdict(profile),
         "samples_per_second": profile.samples_per_second,
         "noise_samples": profile.noise_samples,
         "memory": asdict(task.memory),
         "compute": asdict(task.compute),
-        "chosen": _as_dict(chosen) if chosen is not None else None,
-        "front": [_as_dict(one) for one in _thinned(whole)],
-        "others": [_as_dict(one) for one in _best_of_each(task, space) if one not in whole],
+        "chosen": rows[id(chosen)] if chosen is not None else None,
+        "front": _thinned(front),
+        "others": [one for one in others if one not in front],
+        "why_none": why,
     }
 
 
-def _best_of_each(task: TaskModel, space: Space) -> list[Prediction]:
-    """Return the cheapest configuration with each number of workers, for comparison with the front."""
-    counts = _thinned(space.workers)
-    found = (cheapest(task, replace(space, workers=(count,))) for count in counts)
-    return [one for one in found if one is not None]
+def _told(declined: Declined) -> str:
+    return "; ".join(f"{reason.text}: {reason.remedy}" for reason in declined.reasons)
 
 
-def _task(
-    profile: TaskProfile,
-    region: Region,
-    demand: Demand,
-    samples_per_second: float | None,
-    merges: Sequence[MergePoint],
-) -> TaskModel:
-    prices = region.prices
-    if prices is None:
-        raise GeofedError("PRICE_UNKNOWN", f"the prices of region {region.name} are unknown")
-    platform = PlatformCosts(
-        usd_per_gb_second=prices.function_usd_per_gb_second,
-        usd_per_call=prices.function_usd_per_request,
-        server_usd_per_hour=prices.server_usd_per_hour,
-        slice_seconds=demand.longest_slice([region]),
-        usd_per_second=region.worker_devices(demand.gpus) * prices.device_usd_per_second,
-    )
-    return tuning_task(
-        profile,
-        platform,
-        epochs=demand.epochs,
-        steps=demand.steps,
-        staleness=int(demand.merging.get("staleness", 0)),
-        samples_per_second=samples_per_second,
-        merges=merges,
+def _planner(
+    profile: TaskProfile, region: Region, samples_per_second: float | None, merges: Sequence[MergePoint]
+) -> Planner:
+    """Return a planner for the region alone, with all its workers free."""
+    name = region.name
+    return Planner(
+        Snapshot(
+            (replace(region, channel=profile.channel.name),),
+            speeds={name: samples_per_second or profile.samples_per_second},
+            profiled=frozenset([name]),
+            model_bytes=profile.model_bytes,
+            start_seconds=profile.start_seconds,
+            start_of_run=False,
+            profiles={name: profile},
+            merges={name: tuple(merges)},
+        )
     )
 
 
-def _space(profile: TaskProfile, region: Region, demand: Demand) -> Space:
-    workers = demand.workers if isinstance(demand.workers, int | None) else demand.workers.get(region.name)
+def _alone(region: Region, demand: Demand) -> Demand:
+    """Return what is asked of the region alone: nothing of other regions."""
     fixed = demand.collective is not None and collective_named(demand.collective).predictable
-    collective = demand.collective if fixed else None
-    return tuning_space(
-        profile,
-        most_memory_mb=region.capacity.memory_mb,
-        batch=demand.batch,
-        collective=collective,
-        chunks=int(demand.merging["k"]) if fixed and "k" in demand.merging else None,
-        workers=worker_counts(min(region.capacity.workers, profile.samples // demand.batch))
-        if workers is None
-        else (workers,),
-        memory_mb=demand.memory_mb,
+    stated = demand.workers if isinstance(demand.workers, int | None) else demand.workers.get(region.name)
+    return replace(
+        demand,
+        use=(region.name,),
+        avoid=(),
+        workers=stated,
+        parallelism="data",
+        clients=None,
+        channel=None,
+        wan_policy=None,
+        wan_settings={},
+        codec=None,
+        exchange=None,
+        topology=None,
+        collective=demand.collective if fixed else None,
+        merging=demand.merging if fixed else {},
     )
 
 
-def _as_dict(one: Prediction) -> dict[str, Any]:
-    fields = asdict(one)
-    return {**fields.pop("configuration"), **fields}
+def _front(each: Iterable[ConfiguredJob]) -> list[ConfiguredJob]:
+    """Return those that no other one beats in time and money, the fastest first."""
+    found: list[ConfiguredJob] = []
+    for one in sorted(each, key=lambda one: (one.seconds, one.usd)):
+        if not found or one.usd < found[-1].usd:
+            found.append(one)
+    return found
+
+
+def _row(one: ConfiguredJob, profile: TaskProfile, task: TaskModel) -> dict[str, Any]:
+    part, (collective, chunks) = one.part, one.merging or (DEFAULT, 0)
+    merge, step = part.merge_seconds or 0.0, step_seconds(part)
+    owners = collective_named(collective).owners(part.workers, chunks or None)
+    return {
+        "memory_mb": part.memory_mb,
+        "workers": part.workers,
+        "batch": part.batch,
+        "collective": collective,
+        "chunks": owners,
+        "channel": profile.channel.name,
+        "iteration_seconds": step,
+        "compute_seconds": step - merge,
+        "merge_seconds": merge,
+        "iterations": one.steps,
+        "seconds": one.seconds,
+        "usd": one.usd,
+        "requests_usd": part.merge_usd * one.steps,
+        "needed_mb": float(needed_mb(task.memory, part.batch, profile.model_bytes, owners)),
+    }
 
 
 def _thinned(whole: Sequence[_Item]) -> list[_Item]:

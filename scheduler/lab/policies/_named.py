@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from scheduler.deadline import Overhead, Rules
-from scheduler.lab.one_region import OneRegionPolicy
 from scheduler.lab.policies._elasticflow import ElasticFlow
 from scheduler.lab.policies._fair import FinishTimeFairness, Speedups, TimeSlices
 from scheduler.lab.policies._simple import EarliestDeadline, EarliestDeadlineWithAdmission, Tiresias
@@ -15,8 +14,7 @@ _LARGE = 256
 """Number of devices from which ElasticFlow's simulator charges more for a change."""
 
 POLICIES: Mapping[str, Callable[[Rules, float, float], SimulatedPolicy]] = {
-    "geofed": lambda rules, slot_s, error: OneRegionPolicy(rules, curve_error=error),
-    "geofed-live": lambda rules, slot_s, error: Live(rules),
+    "geofed": lambda rules, slot_s, error: Live(rules, error),
     "elasticflow": lambda rules, slot_s, error: ElasticFlow(slot_s),
     "elasticflow-singly": lambda rules, slot_s, error: ElasticFlow(slot_s, singly=True),
     "edf": lambda rules, slot_s, error: EarliestDeadline(slot_s),

@@ -41,7 +41,7 @@ def test_a_row_for_each_policy(run: Run, trace: str) -> None:
     table = run("simulate", trace, "--cluster", "2x4", "--policy", "all").out.splitlines()
     assert table[0].split()[:3] == ["POLICY", "MET", "JOBS"]
     assert len(table) == len(POLICIES) + 1
-    assert run("simulate", trace, "--cluster", "2x4", "-o", "name").out.split() == ["geofed-live", "elasticflow"]
+    assert run("simulate", trace, "--cluster", "2x4", "-o", "name").out.split() == ["geofed", "elasticflow"]
 
 
 def test_rows_of_jobs_and_a_picture_are_written(run: Run, trace: str, tmp_path: Path) -> None:

@@ -9,17 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
+from support.pipeline_choices import cheapest, fastest, uniform
 
 from scheduler.pipeline import (
     FunctionSize,
     NothingFitsError,
     _search,
-    cheapest,
     evaluate,
     explain,
-    fastest,
     front,
-    uniform,
 )
 from scheduler.pipeline._explain import cuts_of
 from scheduler.pipeline._planner import pipeline_options

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.tuning_draws import cheapest, enumerated
 
 from scheduler.tuning import (
     Configuration,
@@ -13,9 +14,6 @@ from scheduler.tuning import (
     StepPoint,
     TaskModel,
     TuningLimits,
-    cheapest,
-    fastest,
-    front,
     predict,
     space_of,
     task_of,
@@ -55,7 +53,7 @@ def test_where_memory_was_not_told_only_what_it_ran_in_is_known_to_be_enough() -
     blind = replace(profile("a"), steps=tuple(replace(point, peak_mb=0.0) for point in profile("a").steps))
     of = task_of(blind, PLATFORM, epochs=1.0, steps=None)
     space = space_of(blind, workers=(1, 2), most_memory_mb=4096, batch=32)
-    best = cheapest(of, space)
+    best = cheapest(of, space, TuningLimits())
     assert best is not None
     assert best.configuration.memory_mb == 1024
 
@@ -66,7 +64,7 @@ def test_what_an_evaluation_needs_is_kept() -> None:
         task_of(large, PLATFORM, epochs=1.0, steps=None),
         space_of(large, workers=(1, 2), most_memory_mb=4096, batch=32),
     )
-    assert all(one.configuration.memory_mb >= 1500 for one in front(of, space))
+    assert all(one.configuration.memory_mb >= 1500 for one in enumerated(of, space))
 
 
 def test_of_many_numbers_of_workers_some_are_tried() -> None:
@@ -82,6 +80,5 @@ def test_several_memories_tell_what_memory_buys() -> None:
     of = task_of(replace(profile("a"), steps=steps), PLATFORM, epochs=3.0, steps=None)
     assert of.compute.full_core_mb == 1769
     space = space_of(profile("a"), workers=(1,), most_memory_mb=3008, batch=32)
-    best = fastest(of, space, TuningLimits())
-    assert best is not None
+    best = min(enumerated(of, space), key=lambda one: (one.seconds, one.usd))
     assert best.configuration.memory_mb == 1769

@@ -1,8 +1,7 @@
-"""The search, held against trying everything."""
+"""The fronts of steps, and the published search, held against trying everything."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -11,52 +10,15 @@ from bench.tuning_baselines import fasdl as fasdl_heuristic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
-from support.tuning_draws import drawn_limits, drawn_space, drawn_task, enumerated
+from support.tuning_draws import cheapest, drawn_limits, drawn_space, drawn_task, enumerated
 
-from scheduler.tuning import Prediction, TuningLimits, cheapest, fastest, front, step_choices
+from scheduler.tuning import Prediction, TuningLimits, step_choices
 
 seeds = st.integers(0, 2**32)
 
 
 def kept(one: object, limits: TuningLimits) -> bool:
     return one.seconds <= limits.deadline_seconds and one.usd <= limits.budget_usd  # type: ignore[attr-defined, no-any-return]
-
-
-@settings(max_examples=budget(60), deadline=None)
-@given(seeds)
-def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
-    rng = random.Random(seed)
-    task, space = drawn_task(rng), drawn_space(rng)
-    every = enumerated(task, space)
-    limits = drawn_limits(rng, every)
-    feasible = [one for one in every if kept(one, limits)]
-    by_cost, by_time = cheapest(task, space, limits), fastest(task, space, limits)
-    if not feasible:
-        assert by_cost is None
-        assert by_time is None
-        return
-    # What one configuration just keeps is never called infeasible.
-    assert by_cost is not None
-    assert by_time is not None
-    assert kept(by_cost, limits)
-    assert kept(by_time, limits)
-    assert by_cost.usd == pytest.approx(min(one.usd for one in feasible), rel=1e-8)
-    assert by_time.seconds == pytest.approx(min(one.seconds for one in feasible), rel=1e-8)
-    assert {by_cost, by_time} <= set(every)
-
-
-@settings(max_examples=budget(40), deadline=None)
-@given(seeds)
-def test_nothing_is_better_than_the_front_and_nothing_on_it_is_worse(seed: int) -> None:
-    rng = random.Random(seed)
-    task, space = drawn_task(rng), drawn_space(rng, 6)
-    every, told = enumerated(task, space), front(task, space)
-    assert bool(told) == bool(every)
-    for one, after in itertools.pairwise(told):
-        assert one.seconds < after.seconds
-        assert one.usd > after.usd
-    for one in every:
-        assert any(best.seconds <= one.seconds and best.usd <= one.usd for best in told)
 
 
 @settings(max_examples=budget(40), deadline=None)
@@ -86,15 +48,6 @@ def test_the_published_search_misses_a_plan_that_needs_few_chunks() -> None:
         if fasdl_heuristic(task, space, limits, "near") is None:
             break
     assert cheapest(task, space, limits) is not None
-
-
-def test_a_looser_limit_never_costs_more() -> None:
-    rng = random.Random(5)
-    for _ in range(20):
-        task, space = drawn_task(rng), drawn_space(rng)
-        told = front(task, space)
-        costs = [cheapest(task, space, TuningLimits(one.seconds)) for one in told]
-        assert [one and one.usd for one in costs] == sorted((one.usd for one in told), reverse=True)
 
 
 @pytest.mark.slow
