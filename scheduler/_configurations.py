@@ -459,6 +459,8 @@ def _measured(
     )  # fmt: skip
     compute = compute_of(profile, snapshot.speeds.get(region.name))
     whole = choices.front(compute, task.memory, demand.batch)
+    if len(divisions) > 1:
+        whole = _of_steps(whole, whole.workers <= max(1, most))
     found, numbers = [whole], [np.ones_like(whole.workers)]
     for divided in divisions[1:]:
         steps = choices.front(compute, task.memory, demand.batch // divided)
