@@ -92,10 +92,15 @@ def length_text(plan: Data) -> str:
 
 
 def batch_text(plan: Data) -> str:
-    """Format the batch that the plan has chosen; empty: the job file states it."""
+    """Format the batch that the plan has chosen, or how workers divide the one that the job file states; empty: each
+    worker takes that one."""
     tried = plan.get("batches", [])
     if not tried:
-        return ""
+        divided = [part for part in plan["partitions"] if part.get("divided", 1) > 1]
+        return "; ".join(
+            f"every {part['divided']} workers in {part['region']} divide one, {part['batch']} samples of a step each"
+            for part in divided
+        )
     chosen = f"{plan['partitions'][0]['batch']} samples of a worker in a step"
     others = f"chosen of {', '.join(map(str, tried))}" if len(tried) > 1 else "no other was compared"
     return f"{chosen}, {others}; the learning rate stays, but for `train.learningRate.batch`"

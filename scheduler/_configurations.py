@@ -10,12 +10,12 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler._cost_model import Assignments, Floats, whole_model_step_seconds
+from scheduler._cost_model import Assignments, Bools, Floats, step_seconds, whole_model_step_seconds
 from scheduler._estimate import figures_of, overheads_of_whole_models, prices_of, worker_speed
 from scheduler._model import Demand, PlannedPartition, Region, Snapshot
 from scheduler._pipelined import Staged, staged
@@ -45,6 +45,14 @@ _MORE_VECTORS = 6
 optimiser for each parameter, as Adam has, the merge's and the snapshot's, and what a step needs for a while. Measured
 with Adam and 40 million parameters, above PyTorch alone: 26 bytes a parameter after two steps and a snapshot, 30 with a
 gradient vector for a merge; 38 in a step made while all vectors of the exchange before it are kept."""
+_SMALL_MODEL_BYTES = 1_000_000
+"""Bytes of a model up to which batches are divided by the cost model's prior for a merge, which is one for small models
+on one machine; the steps of a divided batch are short, and each is merged."""
+_MOST_DIVIDING = 128
+"""Regions up to which plans divide batches: to find how, in a thousand with a profile each, takes 0.7 s, a third of
+the plan's time."""
+_FIXED_SHARE = 0.5
+"""Part of a step's seconds that is taken not to depend on its samples, where nothing tells."""
 _MOST_CHUNKS = 1 << 32
 """More than any number of chunks of a merge, so that a collective and its K make one number."""
 
@@ -66,6 +74,8 @@ class RegionConfigurations(Sequence[ConfiguredPartition]):
     stages: Ints
     """Of a pipeline; 1: its workers hold the whole model."""
     memory_mb: Ints
+    batches: Ints
+    """Samples of a worker in a step; of a pipeline, of a replica."""
     holds_step: bool
     """Whether functions have memory for a step, as far as a profile tells that."""
 
@@ -81,7 +91,7 @@ class RegionConfigurations(Sequence[ConfiguredPartition]):
 
     @abstractmethod
     def fastest_merging(self, at: int) -> ConfiguredPartition:
-        """Return the one that merges fastest of those with the same workers and memory as the one at a place."""
+        """Return the one that merges fastest of those with the same workers, batch and memory as the one at a place."""
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -99,6 +109,7 @@ class RegionConfigurations(Sequence[ConfiguredPartition]):
 
     def _alike(self, at: int) -> list[int]:
         same = (self.workers == self.workers[at]) & (self.memory_mb == self.memory_mb[at])
+        same &= self.batches == self.batches[at]
         return [int(place) for place in np.flatnonzero(same)]
 
 
@@ -112,6 +123,7 @@ class _Listed(RegionConfigurations):
         self.workers = np.array([one.part.workers for one in each], np.int64)
         self.stages = np.array([one.part.workers // max(1, one.part.replicas) for one in each], np.int64)
         self.memory_mb = np.array([one.part.memory_mb for one in each], np.int64)
+        self.batches = np.array([one.part.batch for one in each], np.int64)
 
     @cached_property
     def merges(self) -> Ints:
@@ -138,7 +150,11 @@ class _Listed(RegionConfigurations):
 class _Measured(RegionConfigurations):
     """Configurations whose steps a profile has measured: a region may have hundreds, of which a plan takes one."""
 
-    def __init__(self, steps: Steps, region: Region, samples: int, snapshot: Snapshot, demand: Demand) -> None:
+    def __init__(
+        self, steps: Steps, divided: Ints, region: Region, samples: int, snapshot: Snapshot, demand: Demand
+    ) -> None:
+        """``divided``: of each, `PlannedPartition.divided`."""
+        self._divided, self.batches = divided, demand.batch // divided
         self._steps, self._region, self._snapshot, self.holds_step = steps, region, snapshot, True
         self._samples, self._demand, self._made = samples, demand, dict[int, ConfiguredPartition]()
         self.workers, self._devices = steps.workers, region.worker_devices(demand.gpus)
@@ -158,7 +174,7 @@ class _Measured(RegionConfigurations):
 
     @cached_property
     def figures(self) -> Floats:
-        steps, batch, prices = self._steps, self._demand.batch, prices_of(self._region)
+        steps, batch, prices = self._steps, self.batches.astype(float), prices_of(self._region)
         workers = steps.workers.astype(float)
         seconds = whole_model_step_seconds(
             workers, batch, self._largest_shares, batch / steps.compute_seconds, steps.merge_seconds
@@ -184,7 +200,8 @@ class _Measured(RegionConfigurations):
 
     def _one(self, at: int) -> ConfiguredPartition:
         if at not in self._made:
-            self._made[at] = _measured_one(self._steps.one(at), self._region, self._samples, self._demand)
+            one, divided = self._steps.one(at), int(self._divided[at])
+            self._made[at] = _measured_one(one, self._region, self._samples, self._demand, divided)
         return self._made[at]
 
 
@@ -220,21 +237,27 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> Region
     most = rounds.clients if rounds else samples // demand.batch
     counts = worker_counts(max(1, min(free, most)))
     if stated is not None:
-        counts = (min(stated, rounds.clients) if rounds else stated,)
+        most = min(stated, rounds.clients) if rounds else stated
+        counts = (most,)
     known = _profiled(region, snapshot, demand)
-    measured = _measured(region, known, counts, snapshot, demand) if known is not None else None
+    divisions = _divisions(free, snapshot, demand)
+    if len(divisions) > 1:
+        # What workers together take in a step must not be more than the shard, not what each would take undivided.
+        counts = worker_counts(max(1, free))
+    measured, divided = None, np.ones(0, np.int64)
+    if known is not None:
+        measured, divided = _measured(region, known, counts, divisions, most, snapshot, demand)
     # Workers whose functions would not hold a step are left out, if others' do.
     holds = measured is None or len(measured.workers) > 0
     found: list[ConfiguredPartition] = []
     if known is not None and demand.method is not None and METHODS[demand.method].by_region:
         found.append(_measured_one(_alone(known, region, counts, snapshot, demand), region, samples, demand))
     elif measured is not None and holds and rounds is None:
-        return _Measured(measured, region, samples, snapshot, demand)
+        return _Measured(measured, divided, region, samples, snapshot, demand)
     if measured is not None and holds:
         found += [_measured_one(measured.one(at), region, samples, demand) for at in range(len(measured.workers))]
     else:
-        usual = unmeasured_mb(region, snapshot, demand), worker_speed(region, snapshot)
-        found += [_unmeasured_one(region, samples, count, usual, snapshot, demand) for count in counts]
+        found += _unmeasured(region, samples, counts, divisions, most, snapshot, demand)
     found = found if rounds is None else [_in_rounds(one, rounds) for one in found]
     return _Listed(found, region, snapshot, holds_step=holds)
 
@@ -290,25 +313,59 @@ def _profiled(region: Region, snapshot: Snapshot, demand: Demand) -> TaskProfile
     return profile if wanted is None or collective_named(wanted).predictable else None
 
 
-def _unmeasured_one(
-    region: Region, samples: int, count: int, usual: tuple[int, float], snapshot: Snapshot, demand: Demand
-) -> ConfiguredPartition:
-    """Return the configuration with a number of workers of which no profile tells. ``usual``: the memory and the speed
-    of a worker."""
-    (memory_mb, speed), merge = usual, _ran_merge(region, count, snapshot, demand)
-    part = PlannedPartition(
-        region.name, samples, count, demand.batch, memory_mb, 1, speed, merge_seconds=merge,
-        largest_share=_largest_share(count, int(demand.merging.get("k", 0)), demand),
-        devices=region.worker_devices(demand.gpus),
-    )  # fmt: skip
-    return ConfiguredPartition(part)
+def _divisions(free: int, snapshot: Snapshot, demand: Demand) -> tuple[int, ...]:
+    """Return among how many workers a batch may be divided; 1: each takes one. The parts are equal, so powers of two
+    are tried."""
+    divides = demand.divides_batch and demand.workers is None and not snapshot.normalises_by_batches
+    if not divides or len(snapshot.regions) > _MOST_DIVIDING:
+        return (1,)
+    return tuple(two for power in range(31) if (two := 1 << power) <= max(1, free) and demand.batch % two == 0)
 
 
-def _measured_one(one: Step, region: Region, samples: int, demand: Demand) -> ConfiguredPartition:
-    """Return the configuration whose step is known."""
+def _unmeasured(
+    region: Region,
+    samples: int,
+    counts: Sequence[int],
+    divisions: Sequence[int],
+    most: int,
+    snapshot: Snapshot,
+    demand: Demand,
+) -> list[ConfiguredPartition]:
+    """Return the configurations of which no profile tells.
+
+    ``most``: batches of a step at most. Workers divide batches only where they are faster so, and where it is known
+    what the many merges take.
+    """
+    memory_mb, speed = unmeasured_mb(region, snapshot, demand), worker_speed(region, snapshot)
+    fixed = snapshot.fixed_shares.get(region.name, _FIXED_SHARE)
+    small = region.channel in channel_kinds(lambda kind: kind.in_memory) and (
+        snapshot.model_bytes is not None and snapshot.model_bytes <= _SMALL_MODEL_BYTES
+    )
+    found, fastest = list[ConfiguredPartition](), dict[float, float]()
+    for count in counts:
+        merge = _ran_merge(region, count, snapshot, demand)
+        for divided in divisions:
+            if count % divided or count // divided > max(1, most) or (divided > 1 and merge is None and not small):
+                continue
+            part = PlannedPartition(
+                region.name, samples, count, demand.batch // divided, memory_mb, 1,
+                speed / (fixed * divided + 1.0 - fixed), divided, merge_seconds=merge,
+                largest_share=_largest_share(count, int(demand.merging.get("k", 0)), demand),
+                devices=region.worker_devices(demand.gpus),
+            )  # fmt: skip
+            seconds = step_seconds(part)
+            if divided == 1 or seconds < fastest.get(part.step_samples, math.inf):
+                fastest[part.step_samples] = min(seconds, fastest.get(part.step_samples, math.inf))
+                found.append(ConfiguredPartition(part))
+    return found
+
+
+def _measured_one(one: Step, region: Region, samples: int, demand: Demand, divided: int = 1) -> ConfiguredPartition:
+    """Return the configuration whose step is known. ``divided``: workers that divide a batch."""
+    batch = demand.batch // divided
     part = PlannedPartition(
-        region.name, samples, one.workers, demand.batch, region.capacity.function_mb(one.memory_mb), 1,
-        demand.batch / one.compute_seconds, merge_seconds=one.merge_seconds, merge_usd=one.merge_usd,
+        region.name, samples, one.workers, batch, region.capacity.function_mb(one.memory_mb), 1,
+        batch / one.compute_seconds, divided, merge_seconds=one.merge_seconds, merge_usd=one.merge_usd,
         largest_share=_largest_share(one.workers, one.chunks, demand), devices=region.worker_devices(demand.gpus),
     )  # fmt: skip
     return ConfiguredPartition(part, _way(one) if one.workers > 1 else None)
@@ -329,9 +386,10 @@ def _largest_share(workers: int, owners: int, demand: Demand) -> float:
 
 def _ran_merge(region: Region, workers: int, snapshot: Snapshot, demand: Demand) -> float | None:
     """Return the seconds of a merge by runs of the task without a profile: those of the nearest number of workers, in
-    proportion to the others that each worker merges with. None: no run tells."""
+    proportion to the others that each worker merges with; of one worker, that of the nearest, which it would take with
+    others. None: no run tells."""
     points = snapshot.merges.get(region.name, ())
-    if workers < 2 or not points or demand.merging_codec != "fp32" or demand.merging.get("staleness"):
+    if not points or demand.merging_codec != "fp32" or demand.merging.get("staleness"):
         return None
     usual = collectives(lambda method: method.predictable)
     wanted = usual if demand.collective is None else (demand.collective,)
@@ -340,7 +398,7 @@ def _ran_merge(region: Region, workers: int, snapshot: Snapshot, demand: Demand)
         return None
     nearest = min((point.workers for point in told), key=lambda count: (abs(count - workers), count))
     its = [point.seconds for point in told if point.workers == nearest]
-    return float(np.median(its)) * (workers - 1) / (nearest - 1)
+    return float(np.median(its)) * ((workers - 1) / (nearest - 1) if workers > 1 else 1.0)
 
 
 def needed_mb(snapshot: Snapshot, demand: Demand) -> float:
@@ -380,8 +438,16 @@ def in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand: 
 
 
 def _measured(
-    region: Region, profile: TaskProfile, counts: tuple[int, ...], snapshot: Snapshot, demand: Demand
-) -> Steps:
+    region: Region,
+    profile: TaskProfile,
+    counts: tuple[int, ...],
+    divisions: Sequence[int],
+    most: int,
+    snapshot: Snapshot,
+    demand: Demand,
+) -> tuple[Steps, Ints]:
+    """Return the steps that a profile tells of, and among how many workers a batch is divided in each. ``most``:
+    batches of a step at most."""
     wanted = demand.collective
     if wanted is None and region.channel in channel_kinds(lambda kind: kind.in_memory):
         # There the region's parameter server merges, where the plan leaves it open.
@@ -391,7 +457,43 @@ def _measured(
         profile, counts, demand.memory_mb, region.capacity.memory_mb, wanted, None if chunks is None else int(chunks),
         int(demand.merging.get("staleness", 0)), snapshot.merges.get(region.name, ()),
     )  # fmt: skip
-    return choices.front(compute_of(profile, snapshot.speeds.get(region.name)), task.memory, demand.batch)
+    compute = compute_of(profile, snapshot.speeds.get(region.name))
+    whole = choices.front(compute, task.memory, demand.batch)
+    if len(divisions) > 1:
+        whole = _of_steps(whole, whole.workers <= max(1, most))
+    found, numbers = [whole], [np.ones_like(whole.workers)]
+    for divided in divisions[1:]:
+        steps = choices.front(compute, task.memory, demand.batch // divided)
+        steps = _of_steps(steps, (steps.workers % divided == 0) & (steps.workers // divided <= max(1, most)))
+        steps = _of_steps(steps, ~_equalled(steps, divided, whole, region))
+        found.append(steps)
+        numbers.append(np.full_like(steps.workers, divided))
+    if len(found) == 1:
+        return whole, numbers[0]
+    columns: Any = (np.concatenate(each) for each in zip(*found, strict=True))
+    joined, number = type(whole)(*columns), np.concatenate(numbers)
+    order = np.lexsort((number, joined.workers))
+    return _of_steps(joined, order), number[order]
+
+
+def _of_steps(steps: Steps, which: Ints | Bools) -> Steps:
+    columns: Any = (column[which] for column in steps)
+    return type(steps)(*columns)
+
+
+def _equalled(steps: Steps, divided: int, whole: Steps, region: Region) -> Bools:
+    """Return of steps whose batches ``divided`` workers divide each whether workers that divide none make as many
+    samples as fast, for no more."""
+
+    def paid_mb(one: Steps) -> Ints:
+        sizes, places = np.unique(one.memory_mb, return_inverse=True)
+        given = [region.capacity.function_mb(mb) for mb in sizes.tolist()]
+        return np.array(given, np.int64)[places] * one.workers
+
+    fewer = whole.workers == steps.workers[:, None] // divided
+    fewer &= whole.compute_seconds + whole.merge_seconds <= (steps.compute_seconds + steps.merge_seconds)[:, None]
+    fewer &= (paid_mb(whole) <= paid_mb(steps)[:, None]) & (whole.merge_usd <= steps.merge_usd[:, None])
+    return np.asarray(fewer.any(axis=1))
 
 
 def _alone(profile: TaskProfile, region: Region, counts: tuple[int, ...], snapshot: Snapshot, demand: Demand) -> Step:

@@ -54,7 +54,7 @@ def step_seconds(part: PlannedPartition) -> float:
 
 
 def whole_model_step_seconds(
-    workers: Figure, batch: float, largest_share: Figure, samples_per_second: Figure, merge_seconds: Figure
+    workers: Figure, batch: Figure, largest_share: Figure, samples_per_second: Figure, merge_seconds: Figure
 ) -> Figure:
     """Return the same for workers that hold the whole model, of one configuration or of many."""
     return batch * largest_share / samples_per_second + merge_seconds * (workers > 1)

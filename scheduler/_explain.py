@@ -85,6 +85,7 @@ def alternatives(
     told: list[Alternative] = []
     decisions: list[tuple[str, object, EvaluatedPlans, _Decided]] = [
         (_workers_in(fronts), demand.workers, assignments, of_regions(lambda front: front.workers // front.stages)),
+        ("samples of a worker", _given_batch(fronts), assignments, of_regions(lambda front: front.batches)),
         ("stages", demand.stages, assignments, of_regions(lambda front: front.stages)),
         ("memory", demand.memory_mb, assignments, of_regions(lambda front: front.memory_mb)),
         ("merge", demand.collective, assignments, of_regions(lambda front: front.merges, _merge)),
@@ -104,6 +105,12 @@ def alternatives(
 
 def _workers_in(fronts: Sequence[RegionConfigurations]) -> str:
     return "replicas" if any(front[0].part.pipeline is not None for front in fronts) else "workers"
+
+
+def _given_batch(fronts: Sequence[RegionConfigurations]) -> int | None:
+    """Return the samples of every worker in a step; None: workers may divide a batch."""
+    batches = {batch for front in fronts for batch in front.batches.tolist()}
+    return batches.pop() if len(batches) == 1 else None
 
 
 def _merge(number: int) -> str:
@@ -252,11 +259,11 @@ def _with_k(plan: Plan, k: int, snapshot: Snapshot, demand: Demand) -> _Parts:
         if part.workers > 1 and part.pipeline is None:
             fixed = replace(
                 demand, workers={part.region: part.workers}, memory_mb=part.memory_mb, collective=plan.collective,
-                merging={**demand.merging, "k": float(k)},
+                merging={**demand.merging, "k": float(k)}, batch=part.batch, divides_batch=False,
             )  # fmt: skip
             one = configurations(snapshot.by_name[part.region], snapshot, fixed)[0]
             if one.merging is not None:
-                own = replace(one.part, steps_per_round=part.steps_per_round, shards=part.shards)
+                own = replace(one.part, divided=part.divided, steps_per_round=part.steps_per_round, shards=part.shards)
         parts.append(own)
     return tuple(parts)
 

@@ -214,6 +214,12 @@ class Snapshot:
     start_probed: bool = False
     probed: Mapping[str, float] = field(default_factory=dict)
     """Samples/s of one worker in a probe, a few steps of the task without any run, by region."""
+    fixed_shares: Mapping[str, float] = field(default_factory=dict)
+    """Part of the seconds of a worker's step that does not depend on its samples, at the batch of the speeds, by
+    region."""
+    normalises_by_batches: bool = False
+    """Whether the model has layers that do (BatchNorm), as counted by an agent: what they learn depends on the samples
+    of a worker."""
     gpu_bytes: Mapping[int, int] = field(default_factory=dict)
     """Memory of a GPU that tensors took at most in the steps of a probe, by batch; empty: not known."""
     gpu_lacks: Mapping[str, tuple[int, str]] = field(default_factory=dict)
@@ -364,6 +370,9 @@ class Demand:
     budget_usd: float | None = None
     chooses_batch: bool = False
     """Whether the plan chooses the batch; plans are then compared for the same progress."""
+    divides_batch: bool = False
+    """Whether the workers of a region may divide `batch` among themselves instead of taking as many samples each, where
+    the plan chooses how many there are."""
     least_batch: int | None = None
     """Smallest batch that the plan may choose, with which its batch is compared; None: the batch is given."""
     explained: bool = True
@@ -428,6 +437,8 @@ class PlannedPartition:
     """Local steps between two WAN exchanges; see `Demand.balance`."""
     samples_per_second: float
     """Speed of one worker that the estimate was made with; of a pipeline the mean over its workers."""
+    divided: int = 1
+    """Workers that divide one batch of the job file among themselves: `batch` is the part of each."""
     merge_seconds: float | None = None
     """Seconds that merging one step takes, as a profile of the task predicts it, or as runs have measured it; None: a
     prior is used."""

@@ -9,6 +9,7 @@ from control_plane.spec._model import JobSpec
 from control_plane.spec.sections import GUARD, LONGEST_SLICE
 from scheduler import ClientDemand, Demand, Plan
 from sync.codec import codec_named
+from sync.collective import collective_named
 from sync.robust import QUARANTINE_ROUNDS, ROBUST_SETTING
 
 LEAD = 8
@@ -29,6 +30,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         dataset=spec.data.dataset,
         batch=spec.train.probed_batch,
         chooses_batch=spec.train.batch == "auto",
+        divides_batch=_divides_batch(spec),
         epochs=spec.train.end.epochs,
         # A job that trains nothing has a step that changes nothing.
         steps=1 if spec.evaluates_only else spec.train.end.steps,
@@ -72,6 +74,16 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
 def batch_of(spec: JobSpec, plan: Plan) -> int:
     """Return the samples of one worker in one step of a planned job; with clients, those of a local step."""
     return spec.train.batch if isinstance(spec.train.batch, int) else plan.batch
+
+
+def _divides_batch(spec: JobSpec) -> bool:
+    """Whether workers may divide the batch without a change of what a step learns, as they do when their number
+    changes: the plan chooses how many there are, and each merges the gradients of all."""
+    chosen = spec.train.workers == "auto" and spec.objective.method == "auto" and spec.train.scaling == "fixed"
+    given = spec.train.batch != "auto" and spec.function.gpus == 1 and spec.clients is None
+    means = spec.collective == "auto" or collective_named(spec.collective).shares == "mean"
+    exact = means and spec.merge.codec == "fp32" and not spec.merge.staleness and spec.merge.ratio == 1.0
+    return chosen and given and exact and not spec.evaluates_only
 
 
 def _interval(spec: JobSpec) -> int | None:

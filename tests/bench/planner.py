@@ -65,7 +65,7 @@ def plan_times(report: Report) -> None:
         for seed in range(QUICK_PLANS[regions] if report.quick else count):
             rng = random.Random(seed)
             snapshot = drawn_federation(rng, regions, most=16)
-            demand = Demand("job", "data", batch=32, epochs=10.0, steps=None, seed=1)
+            demand = Demand("job", "data", batch=32, epochs=10.0, steps=None, seed=1, divides_batch=True)
             wanted = replace(demand, minimise=rng.choice(["cost", "time"]))
             took.append(_cpu_seconds(partial(plan, snapshot, wanted)))
             report.runs.append({"part": "time", "regions": regions, "seed": seed, "seconds": took[-1]})

@@ -71,6 +71,20 @@ def test_the_wait_for_workers_is_told_apart(job_file: Path) -> None:
     assert before["queued_seconds"] == 0.0, "a job that began when this was not kept yet"
 
 
+def test_a_speed_is_known_with_the_part_of_the_batch_that_it_was_measured_with(job_file: Path) -> None:
+    spec = load(job_file, ["train.workers=auto"]).spec
+    wanted = to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))
+    chosen = plan(snapshot_of([live("r0", 500, 2, 100.0)], (), TaskHistory()), wanted)
+    assert isinstance(chosen, Plan)
+    row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
+    stepped = replace(ended(155.0, 158.0), stepped_at=172.0, stepped_region="r0", stepped_steps=40)
+    for divided in (1, 2):
+        part = replace(chosen.partitions[0], workers=2, divided=divided, batch=wanted.batch // divided)
+        (known,) = runs_of(row, stepped, spec, replace(chosen, partitions=(part,)))
+        assert known.batch == wanted.batch // divided
+        assert known.start_seconds == 172.0 - 40 * wanted.batch / divided / 100.0 - 155.0
+
+
 def test_what_a_start_is_billed_is_known_to_the_next_plan(job_file: Path) -> None:
     spec, region = load(job_file).spec, live("r0", 500, 2, 100.0)
     wanted = to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))

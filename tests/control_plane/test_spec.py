@@ -328,6 +328,26 @@ def test_a_batch_may_be_left_to_the_plan(job_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("setting", "divides"),
+    [
+        ("train.workers=auto", True),
+        ("advanced.collective=k-reduce", True),
+        ("train.workers=2", False),
+        ("train.batch=auto", False),
+        ("objective.method=greedy", False),
+        ("advanced.collective=isp", False),
+        ("clients={fraction: 0.5}", False),
+        ("function={gpus: 2, memoryMb: 1024}", False),
+    ],
+)
+def test_workers_divide_a_batch_where_the_plan_chooses_them_and_each_step_learns_the_same(
+    job_file: Path, setting: str, *, divides: bool
+) -> None:
+    loaded = load(job_file, ["train.end={epochs: 2}", "train.workers=auto", setting])
+    assert to_demand(loaded.spec, "j", NOW).divides_batch == divides
+
+
+@pytest.mark.parametrize(
     ("settings", "told"),
     [
         (["train.end={steps: 4}"], "`train.end.steps`, which are of a given batch: use `train.end.epochs`"),

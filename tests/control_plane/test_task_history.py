@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from control_plane.server import ServeConfig
 from control_plane.service.measuring._task_history import (
     TaskHistory,
+    fixed_shares_of,
     measured_batches,
     speeds_of,
     stage_paces_of,
@@ -110,6 +111,28 @@ def test_a_probe_of_two_batches_tells_more_than_a_guess() -> None:
     assert (told["a"], guessed) == (pytest.approx(16 / (2.0 * 0.26 / 0.74)), frozenset({"a"}))
     one = replace(probed, steps_json=json.dumps([[64, 0.74, 0]]))
     assert speeds_of([row(64, 32.0)], 16, {}, one) == speeds_of([row(64, 32.0)], 16, {})
+
+
+def test_what_a_step_takes_at_least_is_told_by_profiles_runs_and_the_probe() -> None:
+    probed = WeightRow("t", "b", 0.0, 10, 40, json.dumps([[64, 0.74, 0], [16, 0.26, 0]]), 2.0)
+    profile = profile_from_json(json.dumps(profile_of("a", 10)), "a")
+    line = fit_compute(profile.steps)
+    runs = [row(10, 10 / 0.3, 2.0), row(30, 30 / 0.5, 1.0)]
+    for told, by in (({}, {"a": profile}), ({}, {})):
+        assert fixed_shares_of("ab", [], 40, by, None) == told, "no run tells how fast a worker is"
+    assert fixed_shares_of("ab", runs, 30, {}, None) == {"a": pytest.approx(0.2 / 0.5)}
+    assert fixed_shares_of("ab", runs, 30, {}, probed) == {
+        "a": pytest.approx(0.2 / 0.5), "b": pytest.approx(0.1 / 0.4),
+    }  # fmt: skip
+    fixed = line.fixed_seconds / (line.fixed_seconds + 40 * line.seconds_per_sample)
+    assert fixed_shares_of("a", runs, 40, {"a": profile}, probed) == {"a": pytest.approx(fixed)}
+
+
+def test_the_speed_of_a_batch_that_workers_divided_is_no_guess() -> None:
+    probed = WeightRow("t", "b", 0.0, 10, 40, json.dumps([[64, 0.74, 0], [16, 0.26, 0]]), 2.0)
+    told, guessed = speeds_of([row(16, 32.0)], 64, {}, probed)
+    assert (told["a"], guessed) == (pytest.approx(64 / (0.5 * 0.74 / 0.26)), frozenset())
+    assert speeds_of([row(16, 32.0)], 40, {}, probed)[1] == {"a"}
 
 
 def test_batches_are_measured_by_runs_profiles_and_the_probe() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 import pytest
-from support.running import TEMPLATES, Running, check_succeeded, eventually
+from support.running import TEMPLATES, Running, check_succeeded, eventually, named
 
 from tests.e2e.conftest import PAIR
 
@@ -155,6 +156,46 @@ def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_tha
     assert fewer["before"] == planned["virginia"]
     assert fewer["workers"] < planned["virginia"]
     assert "of what is left to pay" in fewer["reason"]
+
+
+def test_a_job_starts_with_workers_that_divide_its_batch(running: Running) -> None:
+    """For a number of epochs a larger global batch would cost accuracy: the workers of the region with most to do share
+    one batch. All steps take as long as they sleep."""
+    task = named("divided").replace("def loss(", "def loss_of(") + SLEEPS
+    asked = (
+        "metadata.name=divided",
+        "train.evaluateEvery=0",
+        "train.batch=16",
+        "train.end.epochs=2",
+        "wan.interval=10",
+    )
+    job = running.submit(*asked, task=task)
+    plan = running.describe(job)["plan"]
+    most = max(plan["partitions"], key=lambda part: part["samples"])
+    assert most["workers"] == most["divided"] > 1
+    assert {part["workers"] * part["batch"] for part in plan["partitions"]} == {16}
+    told = f"every {most['workers']} workers in {most['region']} divide one, {most['batch']} samples of a step each"
+    assert told in " ".join(running.federation.control_plane("describe", job).stdout.split())
+    ended = running.wait_end(job)
+    check_succeeded(ended, accuracy=0.5)
+    assert _samples(ended) == _expected(ended)
+    # What was measured with parts of the batch tells the next plan, which divides it again.
+    chosen = [part for setting in asked for part in ("--set", setting)]
+    file = str(running.job_folder(task) / "job.yaml")
+    plan = json.loads(running.federation.control_plane("explain", file, *chosen, "-o", "json").stdout)["data"]
+    assert plan["estimate"]["basis"] == "measured"
+    assert max(plan["partitions"], key=lambda part: part["samples"])["divided"] > 1
+
+
+SLEEPS = """
+
+
+def loss(model, batch):
+    import time
+
+    time.sleep(len(batch[0]) * 0.016)
+    return loss_of(model, batch)
+"""
 
 
 def test_a_second_job_gets_workers_of_the_first_and_both_come_to_their_end(running: Running) -> None:

@@ -8,8 +8,21 @@ from dataclasses import replace
 import pytest
 from support.tuning_draws import cheapest
 
-from scheduler import Capacity, Dataset, Declined, Link, Plan, Prices, Region, Snapshot, Split, plan
-from scheduler.tuning import NormPair, PlatformCosts, StepPoint, TuningLimits, space_of, task_of
+from scheduler import (
+    Capacity,
+    Dataset,
+    Declined,
+    Link,
+    Plan,
+    Prices,
+    Region,
+    RunningRegion,
+    Snapshot,
+    Split,
+    plan,
+    worker_change,
+)
+from scheduler.tuning import MergePoint, NormPair, PlatformCosts, StepPoint, TuningLimits, space_of, task_of
 from tests.scheduler.test_plan import demand, planned, region
 from tests.scheduler.test_tuned import profile, there
 
@@ -88,6 +101,95 @@ def test_time_that_is_less_than_predictions_are_off_by_is_not_paid_for(speed: fl
     told = [other for other in found.alternatives if other.decision.startswith("workers") and "4, 2" in other.text]
     assert all("dearer" in other.why_not for other in told)
     assert bool(told) == (workers == 1)
+
+
+@pytest.mark.parametrize(("merge_seconds", "workers"), [(0.02, 2), (0.05, 1)])
+def test_half_the_time_is_worth_two_per_cent_of_the_money(merge_seconds: float, workers: int) -> None:
+    """Two workers that divide a batch take half the time of one, and are paid for their merges: 1.25 or 3.1 % more."""
+    alone = region("a", 42_000, 2, replace(DEAR_EGRESS, server_usd_per_hour=0.0, function_usd_per_request=0.0))
+    merge = MergePoint("server-reduce", 2, 1, 4000.0, merge_seconds)
+    snapshot = Snapshot(
+        (alone,), speeds={"a": 10.0}, model_bytes=4000, start_seconds=0.0, fixed_shares={"a": 0.0},
+        merges={"a": (merge,)},
+    )  # fmt: skip
+    found = planned(snapshot, demand(divides_batch=True, minimise="cost"))
+    assert [part.workers for part in found.partitions] == [workers]
+    one, two = (planned(snapshot, demand(workers=count, batch=32 // count)).estimate for count in (1, 2))
+    assert two.seconds.expected < 0.52 * one.seconds.expected
+    assert two.usd.expected / one.usd.expected - 1 == pytest.approx(merge_seconds / 1.6, abs=2e-3)
+
+
+def uneven(**more: object) -> Snapshot:
+    """Two regions whose parameter servers are paid while the slower one works; functions of the other cost thrice."""
+    links = {name: (Link(name, other, 50.0, 100.0),) for name, other in (("east", "west"), ("west", "east"))}
+    dear = {"east": 2e-5, "west": 5e-5}
+    prices = {name: replace(DEAR_EGRESS, function_usd_per_gb_second=usd) for name, usd in dear.items()}
+    held = {name: (Dataset("digits", {"train": Split(size)}),) for name, size in (("east", 960), ("west", 480))}
+    regions = tuple(Region(name, "c", Capacity(4, 1024), prices[name], held[name], links[name]) for name in held)
+    known = Snapshot(
+        regions, speeds={"east": 125.0, "west": 250.0}, model_bytes=4000, start_seconds=1.0,
+        fixed_shares=dict.fromkeys(held, 0.0), merges={"east": (MergePoint("server-reduce", 4, 1, 4000.0, 0.006),)},
+    )  # fmt: skip
+    return replace(known, **more)  # type: ignore[arg-type]
+
+
+SHARED = demand(epochs=8.0, batch=16, divides_batch=True)
+
+
+def running_regions(found: Plan, snapshot: Snapshot) -> list[RunningRegion]:
+    """As they are while the plan's job runs as predicted."""
+    return [
+        RunningRegion(
+            part.region, part.workers, 4, int(part.step_samples), part.steps_per_round, part.samples_per_second,
+            prices.worker_usd_per_second(part.memory_mb, 0), prices.server_usd_per_hour / 3600,
+            part.merge_seconds or 0.004,
+        )
+        for part in found.partitions
+        for prices in [snapshot.by_name[part.region].prices]
+        if prices is not None
+    ]  # fmt: skip
+
+
+def test_workers_divide_a_batch_where_a_larger_one_learns_less() -> None:
+    snapshot = uneven()
+    found, whole = planned(snapshot, SHARED), planned(snapshot, replace(SHARED, divides_batch=False))
+    assert [(part.workers, part.batch, part.divided) for part in found.partitions] == [(4, 4, 4), (1, 16, 1)]
+    assert [(part.workers, part.batch, part.divided) for part in whole.partitions] == [(1, 16, 1), (1, 16, 1)]
+    assert [part.step_samples for part in found.partitions] == [part.step_samples for part in whole.partitions]
+    assert found.learning.samples_factor == whole.learning.samples_factor == 1.0
+    assert found.estimate.usd.expected < 0.8 * whole.estimate.usd.expected
+    assert found.estimate.seconds.expected < 0.5 * whole.estimate.seconds.expected
+    told = [other for other in found.alternatives if other.decision == "samples of a worker 4, 16"]
+    assert told
+    assert all(other.why_not for other in told)
+
+
+def test_a_job_starts_with_the_workers_that_it_would_be_scaled_to() -> None:
+    snapshot = uneven()
+    changes = [
+        worker_change(
+            running_regions(chosen, snapshot), rounds_left=chosen.rounds, exchange_seconds=chosen.exchange_seconds,
+            background=chosen.background, minimise="cost",
+        )
+        for chosen in (planned(snapshot, replace(SHARED, divides_batch=divides)) for divides in (True, False))
+    ]  # fmt: skip
+    assert changes[0] is None
+    assert changes[1] is not None
+    assert changes[1].workers == {"east": 4}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"normalises_by_batches": True},
+        {"merges": {}, "model_bytes": 40_000_000},
+        # Most of a step does not depend on its samples.
+        {"fixed_shares": {"east": 0.9, "west": 0.9}},
+    ],
+)
+def test_a_batch_is_not_divided_where_that_is_no_gain_or_not_known_to_be_one(more: dict[str, object]) -> None:
+    found = planned(uneven(**more), SHARED)
+    assert {part.divided for part in found.partitions} == {1}
 
 
 def test_a_larger_batch_is_not_free() -> None:

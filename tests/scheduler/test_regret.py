@@ -34,6 +34,26 @@ def test_the_search_finds_what_trying_everything_finds(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+def test_workers_that_divide_batches_are_searched_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for seed in range(40):
+        rng = random.Random(seed)
+        snapshot = drawn_federation(rng, regions=2 + seed % 2)
+        demand = replace(drawn_demand(rng, snapshot), divides_batch=True)
+        if not snapshot.profiles:
+            regions = tuple(replace(region, channel="file") for region in snapshot.regions)
+            fixed = {region.name: 0.4 * rng.random() for region in regions}
+            snapshot = replace(snapshot, regions=regions, model_bytes=1000, fixed_shares=fixed)
+        with monkeypatch.context() as patched:
+            patched.setattr(_assignments, "MOST_ENUMERATED", 0)
+            found.append(regret(snapshot, demand))
+    told = [one for one in found if one is not None]
+    assert len(told) > 24
+    assert statistics.median(told) <= 0.005
+    assert max(told) <= 0.03, "and none is refused that could be admitted"
+
+
+@pytest.mark.slow
 def test_layouts_of_shards_are_as_good_as_searching_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few shards; each layout is evaluated roughly, and three are searched."""
     for name in ("WORTH", "WORTH_EACH"):

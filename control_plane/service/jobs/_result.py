@@ -129,9 +129,9 @@ def runs_so_far(
 ) -> tuple[RunRow, ...]:
     """Return the measurements of a task by a running or ended job, one for each region."""
     # With shards to copy, the start time says nothing about the next job's start.
-    begun_at, stepped_at = state.begun_at or row.created_at, _first_steps_at(state, batch_of(spec, plan))
-    start_seconds = 0.0 if state.copies else max(0.0, stepped_at - begun_at)
     planned = {part.region: part for part in plan.partitions}
+    begun_at, stepped_at = state.begun_at or row.created_at, _first_steps_at(state, batch_of(spec, plan), planned)
+    start_seconds = 0.0 if state.copies else max(0.0, stepped_at - begun_at)
     told = _times_of(state, plan, stepped_at, table or {})
     return tuple(
         RunRow(
@@ -145,7 +145,7 @@ def runs_so_far(
             start_seconds=start_seconds,
             merge_json=_merge_of(part.report, planned.get(part.region), plan, state.flat_bytes or state.blob_bytes),
             kin_key=task_keys(spec, "")[1],
-            batch=batch_of(spec, plan),
+            batch=_batch_in(part.region, batch_of(spec, plan), planned),
             stage_pace=_stage_pace_of(part.report, planned.get(part.region)),
             start_function_seconds=functions,
             start_server_seconds=server,
@@ -254,9 +254,14 @@ def _sent_share(state: JobState, plan: Plan) -> float | None:
     return sent / unfiltered
 
 
-def _first_steps_at(state: JobState, batch: int) -> float:
+def _batch_in(region: str, batch: int, planned: Mapping[str, PlannedPartition]) -> int:
+    """Return the samples of one worker of a region in a step, of a job whose workers take or divide ``batch``."""
+    return batch // planned[region].divided if region in planned else batch
+
+
+def _first_steps_at(state: JobState, batch: int, planned: Mapping[str, PlannedPartition]) -> float:
     """Return when the last region began to train: its first report minus the time of the steps made by then."""
-    last = state.partition(state.stepped_region)
+    last, batch = state.partition(state.stepped_region), _batch_in(state.stepped_region, batch, planned)
     if last is None or last.report is None or last.report.speed.samples_per_second <= 0 or not batch:
         return state.started_at
     speed = last.report.speed

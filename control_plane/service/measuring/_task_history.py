@@ -16,6 +16,7 @@ from scheduler.tuning import MergePoint, TaskProfile, fit_compute
 
 __all__ = [
     "TaskHistory",
+    "fixed_shares_of",
     "gpu_bytes_of",
     "gpu_lacks_of",
     "measured_batches",
@@ -158,11 +159,40 @@ def speeds_of(
         newest = own[0]
         fixed, each = _line(own, profiles.get(region))
         if fixed + each <= 0:
-            guessed.add(region)
-            fixed, each = _line_of_probe(weight) or (float(newest.batch), 1.0)
+            probed = _line_of_probe(weight)
+            if probed is None or batch % newest.batch:
+                # Of a batch that its workers divided, the probe tells the rest: plans divide it again, as measured.
+                guessed.add(region)
+            fixed, each = probed or (float(newest.batch), 1.0)
         slower = (fixed + each * batch) / (fixed + each * newest.batch)
         speeds[region] = batch * newest.samples_per_second / newest.batch / slower
     return speeds, frozenset(guessed)
+
+
+def fixed_shares_of(
+    regions: Iterable[str],
+    runs: Sequence[RunRow],
+    batch: int,
+    profiles: Mapping[str, TaskProfile],
+    weight: WeightRow | None,
+) -> dict[str, float]:
+    """Return the part of a step's seconds that does not depend on its samples, at a batch, by region: by its profile,
+    by two runs with different batches, or by the task's probe (``weight``); regions of which nothing tells are left
+    out."""
+    by_region: dict[str, list[RunRow]] = {}
+    for run in runs:
+        if run.samples_per_second > 0 and run.batch:
+            by_region.setdefault(run.region, []).append(run)
+    probed, found = _line_of_probe(weight), {}
+    for region in regions:
+        there = by_region.get(region, [])
+        own = [run for run in there if not run.profile_json] or there
+        fixed, each = _line(own, profiles.get(region)) if own else (0.0, 0.0)
+        if fixed + each <= 0 and probed is not None:
+            fixed, each = probed
+        if fixed + each > 0 and batch:
+            found[region] = fixed / (fixed + each * batch)
+    return found
 
 
 def probed_speeds(weight: WeightRow | None, batch: int) -> dict[str, float]:

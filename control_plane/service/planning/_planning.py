@@ -10,6 +10,7 @@ from typing import Any
 from control_plane.core import Copy, Goal, InitialModel, JobState, Keep, Partition
 from control_plane.service.measuring._task_history import (
     TaskHistory,
+    fixed_shares_of,
     gpu_bytes_of,
     gpu_lacks_of,
     merges_of,
@@ -71,6 +72,8 @@ def snapshot_of(
         start_probed=started is None,
         start_of_run=started is not None and not started.profile_json,
         probed=probed_speeds(weight, batch),
+        fixed_shares=fixed_shares_of((region.name for region in live), runs, batch, profiles, weight),
+        normalises_by_batches=weight is not None and weight.batch_norms_json != "[]",
         gpu_bytes=gpu_bytes_of(weight),
         gpu_lacks=gpu_lacks_of(weight),
         profiles=profiles,

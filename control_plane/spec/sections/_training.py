@@ -264,10 +264,11 @@ class Train(Section):
     """How workers train: batch, learning rate, seed, number of workers and evaluation."""
 
     batch: AutoOrCount
-    """Number of samples of one worker in one step; with a pipeline, of one replica. If a region's step is larger than
-    its shard, the plan shows the real number of epochs. `auto`: the batch with which the same progress costs least
-    within the deadline, or takes least time within the budget, chosen once, before the job starts. The learning rate
-    stays as the task sets it, but for `learningRate.batch` (docs/planning.md#the-batch)."""
+    """Number of samples of one worker in one step; with a pipeline, of one replica. With `workers: auto` several
+    workers may divide them where a larger step would learn less (docs/planning.md#workers-that-divide-a-batch). If a
+    region's step is larger than its shard, the plan shows the real number of epochs. `auto`: the batch with which the
+    same progress costs least within the deadline, or takes least time within the budget, chosen once, before the job
+    starts. The learning rate stays as the task sets it, but for `learningRate.batch` (docs/planning.md#the-batch)."""
     learning_rate: LearningRate | None = None
     """Schedule of the optimiser's learning rate over the job's planned steps. Default: the optimiser's own rate,
     constant."""
@@ -313,8 +314,8 @@ class Train(Section):
     fast regions process more of them, and regions are weighted by their samples. Speeds are those known when the job is
     planned; the plan shows each region's epochs."""
     eval_batch: int | None = Field(default=None, ge=1, lt=BELOW)
-    """Batch of an evaluation; a larger one is faster, and needs more memory. Default: `train.batch`, which the worker's
-    memory is chosen for."""
+    """Batch of an evaluation; a larger one is faster, and needs more memory. Default: the worker's samples in a
+    step, which its memory is chosen for."""
     evaluate_every: int = Field(default=0, ge=0, lt=BELOW)
     """Number of rounds between evaluations; 0: only at the end."""
     keep: Literal["last", "best", "all"] | Annotated[int, Field(ge=1, le=MOST_KEPT)] = "last"
