@@ -121,7 +121,7 @@ class Federation:
 
     @property
     def jobs(self) -> dict[str, JobEntry]:
-        """Jobs that have not ended, as stored."""
+        """Jobs that have not ended, as stored, in the order in which they came."""
         return self.changes.visible.jobs
 
     @property
