@@ -264,8 +264,8 @@ class _Decision:
         )
 
 
-def _devices(share: int) -> tuple[int, ...]:
-    return (share,)
+def _devices(share: int) -> tuple[tuple[int, int]]:
+    return ((0, share),)
 
 
 def _with_less_time(jobs: Sequence[DeadlineJob], tight: Mapping[str, float]) -> list[DeadlineJob]:
