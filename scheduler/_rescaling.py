@@ -102,10 +102,11 @@ def paces(
     now = tuple(region.workers for region in regions)
     found = {option.workers: rate(option.workers) for option in options([_bounds(region) for region in regions])}
     if all(now):
-        found = {now: rate(now)} | {
+        present, total = rate(now), sum(now)
+        found = {now: present} | {
             workers: speed
             for workers, speed in found.items()
-            if _in_line(workers, now) and (speed > rate(now)) == (sum(workers) > sum(now))
+            if _in_line(workers, now) and (speed > present) == (sum(workers) > total)
         }
     chain: list[tuple[tuple[int, ...], float]] = []
     for workers, speed in sorted(found.items(), key=lambda way: (sum(way[0]), way[1])):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import json
 import time
 from collections.abc import Sequence
@@ -37,7 +36,15 @@ from control_plane.dashboard._series import federation_network
 from control_plane.dashboard._submission import SubmissionForm, templates
 from control_plane.dashboard._timeline import PARTS, means_of, reason_of, timeline_of, took_text
 from control_plane.pki import new_secret
-from control_plane.service import Caller, Federation, JobEntry, event_message, log_message, reported_workers
+from control_plane.service import (
+    Caller,
+    Federation,
+    JobEntry,
+    event_message,
+    log_message,
+    newest,
+    reported_workers,
+)
 from control_plane.store import EventRow, Store
 from geofed_pb.errors import GeofedError
 
@@ -99,6 +106,8 @@ class Pages:
             "usd_by_region": usd_by_region,
             "sum_values": lambda values: sum(values.values()),
         }
+        # Compiling it takes 15 ms, with Python's lock, which calls would wait for.
+        self._templates.get_template("overview.html")
 
     def sign_in(self, message: str, then: str) -> str:
         """Return the page on which a token is entered. ``then``: path of the page that follows."""
@@ -117,21 +126,19 @@ class Pages:
 
     def _overview(self, caller: Caller, latest: list[JobEntry], after: str, session: bool) -> str:
         federation = self._federation
-        known, found = list(federation.jobs.values()), dict(federation.regions)
-        newest = [entry for entry in known if caller.may_read(entry.row)]
-        first = heapq.nlargest(_ACTIVE_JOBS, newest, key=lambda entry: entry.row.created_at)
-        active = [job_view(federation.summarise(entry)) for entry in first]
+        found, mine = dict(federation.regions), self._read_by(caller)
+        active = [job_view(federation.summarise(entry)) for entry in newest(mine, _ACTIVE_JOBS)]
         ended = [job_view(federation.summarise(entry)) for entry in latest[:_ENDED_JOBS]]
         names = sorted(name for name in found if name > after)
         regions = [region_view(federation.describe_region(found[name])) for name in names[:_REGIONS]]
         # Of all, not only of those that are shown.
         sums = federation.sums
         used = sums.workers()
-        everything = len(newest) == len(known)
+        everything = not caller.reads_of
         totals = {
-            "active": len(newest),
-            "usd": sums.usd if everything else sum(entry.state.usd for entry in newest),
-            "workers": sum((used if everything else reported_workers(newest)).values()),
+            "active": len(mine),
+            "usd": sums.usd if everything else sum(entry.state.usd for entry in mine.values()),
+            "workers": sum((used if everything else reported_workers(mine.values())).values()),
         }
         return self._rendered(
             "overview.html",
@@ -141,7 +148,7 @@ class Pages:
             session=session,
             active=active,
             totals=totals,
-            more=max(0, len(newest) - _ACTIVE_JOBS),
+            more=max(0, len(mine) - _ACTIVE_JOBS),
             ended=ended,
             may_submit=caller.may_submit,
             before=ended[-1]["id"] if len(latest) > _ENDED_JOBS else "",
@@ -150,27 +157,31 @@ class Pages:
             used=used,
         )
 
+    def _read_by(self, caller: Caller) -> dict[str, JobEntry]:
+        """Return the active jobs that a caller may read, in the order in which they came."""
+        jobs = dict(self._federation.jobs)
+        # Who may read all is not asked for each of them.
+        return {name: entry for name, entry in jobs.items() if caller.may_read(entry.row)} if caller.reads_of else jobs
+
     def network(self, caller: Caller) -> Data:
         """Return the regions of the federation, the first ones by name, and the links between them.
 
         A link is as the newest active job that the caller may read has measured it.
         """
         # It runs in a thread: what the service changes meanwhile is copied at once.
-        known, found = list(self._federation.jobs.values()), dict(self._federation.regions)
-        entries = [entry for entry in known if caller.may_read(entry.row)]
-        newest = heapq.nlargest(_ACTIVE_JOBS, entries, key=lambda entry: entry.row.created_at)
+        found, mine = dict(self._federation.regions), self._read_by(caller)
         regions = [(name, found[name].state.standing) for name in sorted(found)[:_DRAWN_REGIONS]]
-        return federation_network(regions, [wan_links(entry.state) for entry in newest])
+        return federation_network(regions, [wan_links(entry.state) for entry in newest(mine, _ACTIVE_JOBS)])
 
     async def job(self, entry: JobEntry, caller: Caller) -> str:
         """Return the page of a job."""
         federation = self._federation
         job = job_view(federation.describe(entry))
-        newest = partial(Store.newest_events, job=job["id"])
-        events = await federation.read(partial(newest, limit=_EVENTS))
+        newest_of = partial(Store.newest_events, job=job["id"])
+        events = await federation.read(partial(newest_of, limit=_EVENTS))
         chart = ""
         if not self._script:
-            rounds = await federation.read(partial(newest, kind="partition.round", limit=_ROUNDS))
+            rounds = await federation.read(partial(newest_of, kind="partition.round", limit=_ROUNDS))
             named = [part["region"] for part in job["partitions"]]
             chart = _loss_chart(named, [(row.region, json.loads(row.data_json)) for row in rounds])
         each = max(2, min(_MEAN_ROUNDS + 1, _ROUNDS // (len(job["partitions"]) or 1)))

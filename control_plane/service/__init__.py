@@ -17,7 +17,7 @@ from control_plane.service.rpc._signin import SignInService
 from control_plane.service.rpc._wire import event_message, log_message
 from control_plane.service.state._callers import Caller, caller_of, caller_with
 from control_plane.service.state._draft import OPERATOR
-from control_plane.service.state._entries import JobEntry, reported_workers
+from control_plane.service.state._entries import JobEntry, newest, reported_workers
 from control_plane.service.state._federation import Federation
 from control_plane.service.state._job_lookup import active_jobs
 from control_plane.service.state._leadership import SILENT_SECONDS, LeaderSilence, LeaderState, StoreThreads
@@ -61,6 +61,7 @@ __all__ = [
     "finish",
     "kept_model",
     "log_message",
+    "newest",
     "rename",
     "replan",
     "reported_workers",

@@ -51,7 +51,10 @@ def simulate_gangs(
     scheduled, rows = [], {row: number for number, row in enumerate(capacities)}
     for gang in gangs:
         rates = (0.0, *(pace.rate for pace in gang.paces))
-        needs = tuple(_by_row(gang.needs(pace), rows) for pace in range(-1, len(gang.paces)))
+        needs = tuple(
+            tuple((rows[row], count) for row, count in gang.needs(pace).items() if row in rows)
+            for pace in range(-1, len(gang.paces))
+        )
         plan = plans.get(gang.name, ())
         scheduled.append(
             ScheduledJob(
@@ -61,15 +64,6 @@ def simulate_gangs(
         )  # fmt: skip
     chosen = {name: pace + 1 for name, pace in paces.items()}
     return simulate_schedule(now, capacity_steps, scheduled, chosen, rules.overhead, placement)
-
-
-def _by_row(needs: Mapping[str, int], rows: Mapping[str, int]) -> tuple[int, ...]:
-    """Return what is needed of each row. ``rows``: their places."""
-    found = [0] * len(rows)
-    for row, count in needs.items():
-        if row in rows:
-            found[rows[row]] = count
-    return tuple(found)
 
 
 def _devices_at(capacity: DeviceCapacity, at: float) -> int:

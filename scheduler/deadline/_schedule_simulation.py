@@ -61,8 +61,9 @@ class ScheduledJob:
     """Reserved levels; the job may have more devices while no other job has reserved them."""
     rate: Callable[[int], float]
     """Steps a second by level."""
-    need: Callable[[int], tuple[int, ...]]
-    """Devices by level, of each region."""
+    need: Callable[[int], Sequence[tuple[int, int]]]
+    """Devices by level: pairs of a region's number and its devices; regions of which none are needed may be left out.
+    There may be many regions of which each job needs few."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class _ScheduleSimulation:
 
     def _begin(self, levels_now: Mapping[str, int]) -> None:
         for number, job in enumerate(self.jobs):
-            for region, count in enumerate(job.need(job.level)):
+            for region, count in job.need(job.level):
                 self.free[region] -= count
             if job.level:
                 self._resume(number)
@@ -230,7 +231,7 @@ class _ScheduleSimulation:
         job = self.jobs[number]
         self.version[number] += 1
         self.done[number] = at
-        for region, count in enumerate(job.need(self.level[number])):
+        for region, count in job.need(self.level[number]):
             self.free[region] += count
         if self.placement is not None:
             self.placement.release(job.name)
@@ -291,7 +292,7 @@ class _ScheduleSimulation:
         total = list(self.free)
         for number, job in enumerate(self.jobs):
             if math.isinf(self.done[number]):
-                for region, count in enumerate(job.need(self.level[number])):
+                for region, count in job.need(self.level[number]):
                     total[region] += count
         return total
 
@@ -309,7 +310,7 @@ class _ScheduleSimulation:
         if self.placement is not None and self.fits:
             jobs = self.jobs
             moved = self.placement.arrange(
-                [(jobs[number].name, jobs[number].need(wanted[number])[0]) for number in changed]
+                [(jobs[number].name, self._all_devices(number, wanted[number])) for number in changed]
             )
             for name in moved:
                 number = self.index[name]
@@ -319,7 +320,7 @@ class _ScheduleSimulation:
         self.stopped_s = max(self.stopped_s, self.now + self.base_s)
         for number in paused:
             if self.level[number]:
-                devices = sum(self.jobs[number].need(self.level[number]))
+                devices = self._all_devices(number, self.level[number])
                 self.ready[number] = max(self.ready[number], self.now + self.overhead.seconds(devices))
                 self._resume(number)
             self._queue_increase(number)
@@ -335,9 +336,16 @@ class _ScheduleSimulation:
             self.steps[number].append((self.now, level))
 
     def _take(self, number: int, before: int, after: int) -> None:
+        if before == after:
+            return
         need = self.jobs[number].need
-        for region, (old, new) in enumerate(zip(need(before), need(after), strict=True)):
-            self.free[region] += old - new
+        for region, count in need(before):
+            self.free[region] += count
+        for region, count in need(after):
+            self.free[region] -= count
+
+    def _all_devices(self, number: int, level: int) -> int:
+        return sum(count for _, count in self.jobs[number].need(level))
 
     def _free_devices(self, wanted: dict[int, int]) -> bool:
         """Decrease levels that are above their plans, as few as needed; return whether that is enough."""
@@ -358,9 +366,11 @@ class _ScheduleSimulation:
         """Return the order of decreases: best effort first; then the smallest that suffices alone, else the largest."""
         promised, number, planned = entry
         need = self.jobs[number].need
-        given = [
-            old - new for old, new in zip(need(wanted.get(number, self.level[number])), need(planned), strict=True)
-        ]
+        given = [0] * len(self.free)
+        for region, count in need(wanted.get(number, self.level[number])):
+            given[region] += count
+        for region, count in need(planned):
+            given[region] -= count
         enough = all(free + more >= 0 for free, more in zip(self.free, given, strict=True))
         helps = sum(min(more, max(0, -free)) for free, more in zip(self.free, given, strict=True))
         return promised, not enough, sum(given) if enough else -helps, -self.jobs[number].deadline_s

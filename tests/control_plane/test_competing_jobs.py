@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from control_plane.core import Report, Speed
+from control_plane.service.measuring._speeds import JobSpeeds
 from control_plane.service.measuring._task_history import TaskHistory
 from control_plane.service.planning import _competing_jobs
 from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._allocation import Allocation, begin
 from control_plane.service.planning._competing_jobs import competing_jobs
+from control_plane.service.planning._gangs import gang_of
 from control_plane.service.planning._planning import first_state, plan_json
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry
@@ -38,7 +45,7 @@ class Chain:
     def draft(self) -> Draft:
         return Draft(1000.0, self.jobs, self.regions)
 
-    def add(self, name: str, *regions: str, workers: int = 1) -> None:
+    def add(self, name: str, *regions: str, workers: int | str = 1) -> None:
         use = (f"regions.use=[{', '.join(regions)}]", f"train.workers={workers}", "train.end={epochs: 50}")
         spec = load(self.job_file, use).spec
         draft = self.draft()
@@ -106,3 +113,43 @@ def test_sums_are_kept_as_jobs_come_change_and_end(job_file: Path) -> None:
     parts = tuple(replace(part, link="lost") for part in chain.jobs["j02"].state.partitions)
     index.put(replace(chain.jobs["j02"], state=replace(chain.jobs["j02"].state, partitions=parts)))
     assert list(index.waiting_for_lost) == ["j02"]
+
+
+REPORT = st.builds(
+    lambda done, merge: Report(1, "training", round=done, speed=Speed(merge_seconds=merge)),
+    st.integers(0, 400),
+    st.sampled_from([0.0, 5.0]),
+)
+OF_JOB: dict[str, st.SearchStrategy[Any]] = {
+    "phase": st.sampled_from(["queued", "starting", "running", "cancelling"]),
+    "gave_way": st.booleans(),
+    "deadline_at": st.sampled_from([None, 5000.0]),
+}
+OF_PART: dict[str, st.SearchStrategy[Any]] = {
+    "workers": st.sampled_from([None, 0, 1, 2]),
+    "link": st.sampled_from(["live", "unreachable"]),
+    "preempted": st.booleans(),
+    "preemptible": st.booleans(),
+    "report": st.none() | REPORT,
+}
+CHANGE = st.one_of(*(st.tuples(st.just(key), value, st.integers(0, 1)) for key, value in (OF_JOB | OF_PART).items()))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(CHANGE, min_size=1, max_size=12), st.sampled_from([2, "auto"]))
+def test_what_a_job_asks_for_is_kept_only_while_nothing_else_follows_from_its_state(
+    job_file: Path, changes: list[tuple[str, Any, int]], workers: int | str
+) -> None:
+    chain = Chain(job_file, 2)
+    chain.add("own", *chain.regions, workers=workers)
+    entry, allocation = chain.jobs["own"], Allocation()
+    entry = replace(entry, state=replace(entry.state, phase="running"))
+    for key, value, place in changes:
+        assert allocation._gang(chain.draft(), entry) == gang_of(entry, JobSpeeds(), chain.regions)
+        state, parts = entry.state, list(entry.state.partitions)
+        if key in OF_JOB:
+            state = replace(state, **{key: value})
+        else:
+            parts[place] = replace(parts[place], **{key: value})
+        entry = replace(entry, state=replace(state, partitions=tuple(parts)))
+    assert allocation._gang(chain.draft(), entry) == gang_of(entry, JobSpeeds(), chain.regions)

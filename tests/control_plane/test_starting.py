@@ -10,6 +10,7 @@ from typing import Any
 
 from control_plane.core import job_state_from_json, job_state_to_json
 from control_plane.server import ServeConfig
+from control_plane.service.state._entries import newest
 from control_plane.service.state._job_lookup import active_jobs
 from control_plane.serving._garbage import collected_later, short_collections
 from control_plane.store import Change, open_store
@@ -34,7 +35,8 @@ def test_of_jobs_that_were_read_before_only_what_has_changed_is_parsed_again(
                 return query(store)
 
             known = await active_jobs(read, {})
-            assert sorted(known) == sorted(jobs)
+            assert list(known) == jobs
+            assert newest(known, 2) == [known[jobs[2]], known[jobs[1]]]
             row = known[jobs[0]].row
             changed = replace(job_state_from_json(row.state_json), reason="changed")
             ended = replace(known[jobs[1]].row, phase="failed")

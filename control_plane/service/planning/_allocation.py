@@ -31,9 +31,11 @@ from control_plane.service.planning._gangs import (
     assigned_regions,
     first_workers,
     gang_of,
+    inputs_of,
     is_elastic,
     merges_of,
     planned_workers,
+    with_progress,
 )
 from control_plane.service.planning._planning import workers_now
 from control_plane.service.planning._scaling import Tuning, is_tuned, told
@@ -74,6 +76,16 @@ class Review:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _KnownGang:
+    """A job's gang, with all that it depends on."""
+
+    entry: JobEntry
+    key: tuple[object, ...]
+    """Of what is measured, and of the regions' catalogues."""
+    gang: Gang | None
+
+
 class Allocation:
     """Allocates the federation's workers to its jobs. Measured speeds are kept in memory only."""
 
@@ -86,7 +98,7 @@ class Allocation:
         """Jobs that are still to be reviewed, until all were."""
         self._held: dict[str, Reservation] = {}
         """Workers reserved for promises, by the last allocation."""
-        self._gang_cache: dict[str, tuple[tuple[object, ...], Gang | None]] = {}
+        self._gang_cache: dict[str, _KnownGang] = {}
         self.served: Mapping[str, float] = {}
         """Recent worker seconds of users' ended jobs without a promise, by user."""
 
@@ -242,17 +254,22 @@ class Allocation:
         return found
 
     def _gang(self, draft: Draft, entry: JobEntry) -> Gang | None:
-        """Return a job's gang, which is computed again once something that it depends on has changed."""
+        """Return a job's gang, which is computed again once something that it depends on has changed but progress."""
         name = entry.row.id
         watched = self._watched.get(name, JobSpeeds())
         regions = (draft.region(part.region) for part in entry.plan.partitions)
         catalogues = tuple(region.catalogue if region is not None else None for region in regions)
-        key = (entry, *watched.version(), *catalogues)
+        key = (*watched.version(), *catalogues)
         known = self._gang_cache.get(name)
-        if known is not None and len(known[0]) == len(key) and all(map(_same, known[0], key)):
-            return known[1]
+        if known is not None and _all_same(known.key, key):
+            if known.entry is entry:
+                return known.gang
+            if _all_same(inputs_of(known.entry), inputs_of(entry)):
+                gang = with_progress(known.gang, entry) if known.gang is not None else None
+                self._gang_cache[name] = _KnownGang(entry, key, gang)
+                return gang
         gang = gang_of(entry, watched, draft.regions)
-        self._gang_cache[name] = key, gang
+        self._gang_cache[name] = _KnownGang(entry, key, gang)
         return gang
 
     def _observe(self, draft: Draft, entry: JobEntry) -> None:
@@ -356,6 +373,10 @@ def begin(draft: Draft, entry: JobEntry, workers: Mapping[str, int], *, preempti
     draft.add_job(replace(entry, state=replace(entry.state, partitions=parts, copies=copies)))
     draft.apply_to_job(entry.row.id, Planned(draft.at))
     draft.apply_to_job(entry.row.id, StartAllowed(draft.at))
+
+
+def _all_same(some: tuple[object, ...], others: tuple[object, ...]) -> bool:
+    return len(some) == len(others) and all(map(_same, some, others))
 
 
 def _same(one: object, other: object) -> bool:

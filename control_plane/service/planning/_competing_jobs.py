@@ -6,7 +6,7 @@ counts as it stands: the workers that it has, or was promised, are not available
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from control_plane.service.planning._gangs import capacities_of, preemptible_of
@@ -65,14 +65,16 @@ def competing_jobs(
     for name in jobs:
         add(name)
     first = len(waiting)
-    rest: dict[str, None] = {}
+    rest = set[str]()
     for number, region in enumerate(waiting):
-        for name in draft.jobs_in(region):
+        names = draft.jobs_in(region)
+        for place, name in enumerate(names):
             # All jobs of the regions themselves; of the others, up to a number.
-            if number < first or len(found) < _MOST_JOBS:
-                add(name)
-            elif name not in found:
-                rest[name] = None
+            if number >= first and len(found) >= _MOST_JOBS:
+                rest.update(names[place:])
+                break
+            add(name)
+    rest.difference_update(found)
     known = [entry for region in seen if (entry := draft.region(region)) is not None]
     lasting, preemptible = capacities_of(known), preemptible_of(known)
     uses = {name: use for name in found if (use := draft.use(name)) is not None}
@@ -87,12 +89,14 @@ def _left(
     draft: Draft,
     capacities: Mapping[str, DeviceCapacity],
     uses: Mapping[str, WorkerUse],
-    rest: Iterable[str],
+    rest: Set[str],
     held: Mapping[str, Reservation],
     *,
     preemptible: bool,
 ) -> dict[str, DeviceCapacity]:
     """Return the workers and devices that the other jobs leave."""
+    if not capacities:
+        return {}
     own: dict[str, int] = {}
     for use in uses.values():
         for region, count in use.workers.items() if use.preemptible == preemptible else ():
@@ -101,8 +105,8 @@ def _left(
         region: capacity.devices - (draft.busy(region, preemptible=preemptible) - own.get(region, 0))
         for region, capacity in capacities.items()
     }
-    for name in rest if not preemptible else ():
-        if name in held and name not in uses and (other := draft.use(name)) is not None:
+    for name in rest & held.keys() if not preemptible else ():
+        if name not in uses and (other := draft.use(name)) is not None:
             has = {} if other.preemptible else other.workers
             for region, workers in _promised(held[name]).items():
                 if region in left:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from control_plane.core import JobState
 from control_plane.pki import utc_now
@@ -22,11 +23,13 @@ __all__ = [
     "first_workers",
     "gang_of",
     "gang_of_plan",
+    "inputs_of",
     "is_elastic",
     "may_scale",
     "merges_of",
     "planned_workers",
     "preemptible_of",
+    "with_progress",
 ]
 
 CAUTION = 1.1
@@ -155,7 +158,6 @@ def _running_gang(
 ) -> Gang:
     """Return the gang of a job that runs with the workers ``held``, or may do so again."""
     state, chosen, deadline_s = entry.state, entry.plan, _deadline_s(entry)
-    done = min((part.report.round for part in state.partitions if part.report is not None), default=0)
     speeds = {part.region: speed for part in state.partitions if (speed := watched.speed(part.region)) is not None}
     if any(part.pipeline is not None for part in chosen.partitions):
         # The stages of a pipeline wait for each other, so that compute speed does not determine its pace.
@@ -169,14 +171,10 @@ def _running_gang(
     tuned, promised = is_tuned(entry.spec), math.isfinite(deadline_s)
     merges = merges_of(entry.state)
     ways = _ways(chosen, held or planned, regions, speeds, elastic, merges, tuned=tuned, promised=promised)
-    left = float(max(1, chosen.rounds - done))
-    if may_scale(entry.spec, chosen) and not elastic and math.isinf(deadline_s):
-        # It cannot be scaled while a region is unreachable, but it must not reserve its workers until its end.
-        left = min(left, AWAY_SECONDS * ways[-1].rate)
     return Gang(
         entry.row.id,
         ways,
-        left,
+        _rounds_left(entry, ways, deadline_s, elastic=elastic),
         deadline_s,
         held=next((index for index, way in enumerate(ways) if way.workers == held), -1),
         wish=_index(ways, watched.wanted or (first_workers(entry, regions) if tuned else planned)),
@@ -187,6 +185,33 @@ def _running_gang(
         value=_value(entry),
         insists=tuned,
     )
+
+
+def _rounds_left(entry: JobEntry, ways: Sequence[AssignmentPace], deadline_s: float, *, elastic: bool) -> float:
+    """Return the rounds for which a running job keeps its workers."""
+    done = min((part.report.round for part in entry.state.partitions if part.report is not None), default=0)
+    left = float(max(1, entry.plan.rounds - done))
+    if may_scale(entry.spec, entry.plan) and not elastic and math.isinf(deadline_s):
+        # It cannot be scaled while a region is unreachable, but it must not reserve its workers until its end.
+        left = min(left, AWAY_SECONDS * ways[-1].rate)
+    return left
+
+
+def inputs_of(entry: JobEntry) -> tuple[object, ...]:
+    """Return all that a job's gang depends on in the job, but for its progress, as objects that are replaced."""
+    state = entry.state
+    merges = merges_of(state)
+    parts = ((p.workers, p.link, p.preempted, p.preemptible, merges.get(p.region)) for p in state.partitions)
+    known = (entry.row, entry.spec, entry.plan, state.phase, state.gave_way, state.deadline_at)
+    return (*known, *chain.from_iterable(parts))
+
+
+def with_progress(gang: Gang, entry: JobEntry) -> Gang:
+    """Return the gang that `gang_of` makes of a job, of which one with other progress is known."""
+    if entry.state.phase not in ("starting", "running"):
+        return gang
+    left = _rounds_left(entry, gang.paces, gang.deadline_s, elastic=not gang.fixed)
+    return gang if gang.work == left else replace(gang, work=left)
 
 
 def first_workers(entry: JobEntry, regions: Mapping[str, RegionEntry]) -> dict[str, int]:
@@ -286,8 +311,11 @@ def _ways(
     if not speeds:
         planned = planned_workers(chosen)
         as_planned = workers == planned and not merges and not tuned
-        usual = assigned if as_planned else assigned_regions(chosen, planned, regions, {})
-        rate = pace(usual, chosen.exchange_seconds, chosen.background)
+        if as_planned and not elastic:
+            [(_, rate)] = found
+        else:
+            usual = assigned if as_planned else assigned_regions(chosen, planned, regions, {})
+            rate = pace(usual, chosen.exchange_seconds, chosen.background)
         caution = max(1.0, chosen.estimate.seconds.high * rate / chosen.rounds)
     return tuple(_with_devices(ways, rate / caution, chosen, regions) for ways, rate in found)
 

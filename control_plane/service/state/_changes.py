@@ -35,7 +35,7 @@ class View:
     """State of the federation after some change."""
 
     jobs: dict[str, JobEntry] = field(default_factory=dict)
-    """Jobs that have not ended."""
+    """Jobs that have not ended, in the order in which they came."""
     regions: dict[str, RegionEntry] = field(default_factory=dict)
     users: dict[str, UserRow] = field(default_factory=dict)
     report_cursors: dict[str, int] = field(default_factory=dict)

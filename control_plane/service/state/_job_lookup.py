@@ -118,9 +118,12 @@ class JobLookup:
         begin = _turn(row) if row is not None else (-math.inf, "")
 
         def entries() -> list[JobEntry]:
-            known = (entry for entry in list(self._jobs.values()) if _turn(entry.row) > begin)
-            mine = (entry for entry in known if reader in ("", entry.row.user, *entry.row.shared_with))
-            return heapq.nsmallest(limit, mine, key=lambda entry: _turn(entry.row))
+            found = list(self._jobs.values())
+            if after:
+                found = [entry for entry in found if _turn(entry.row) > begin]
+            if reader:
+                found = [entry for entry in found if reader in (entry.row.user, *entry.row.shared_with)]
+            return heapq.nsmallest(limit, found, key=lambda entry: _turn(entry.row))
 
         return await asyncio.to_thread(entries)
 
@@ -133,7 +136,7 @@ def _turn(row: JobRow) -> tuple[float, str]:
 async def active_jobs(
     read: Callable[[Callable[[Store], list[JobEntry]]], Awaitable[list[JobEntry]]], known: Mapping[str, JobEntry]
 ) -> dict[str, JobEntry]:
-    """Return the jobs that have not ended, by ID.
+    """Return the jobs that have not ended, by ID, in the order in which they came.
 
     Args:
         read: runs a query of the store.
@@ -149,7 +152,7 @@ async def active_jobs(
     while entries := await read(page):
         found.update({entry.row.id: entry for entry in entries})
         last = entries[-1].row.id
-    return found
+    return dict(reversed(found.items()))
 
 
 def entry_of(row: JobRow, known: JobEntry | None = None) -> JobEntry:

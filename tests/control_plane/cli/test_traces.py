@@ -29,7 +29,7 @@ COURSE = [
     event(5, "job.running"),
     event(8, "partition.round", "oslo", round=1, step=4, loss=0.5),
     event(9, "worker-failed", "oslo", code="FUNCTION_FAILED"),
-    event(12, "partition.round", "oslo", round=2, step=8, loss=0.25),
+    event(12, "partition.round", "oslo", round=2, step=8, loss=0.25, compute_seconds=3.0, merge_seconds=0.5),
     event(13, "partition.state", "oslo", state="finished"),
     event(14, "job.publishing"),
     event(16, "job.succeeded", terminal=True),
@@ -54,7 +54,8 @@ def test_each_part_of_a_job_is_a_span_between_its_events() -> None:
     }
     by_key = {span.key: span for span in ended}
     assert by_key["region/oslo/round/2"].attributes == {
-        "geofed.region": "oslo", "geofed.round": 2, "geofed.step": 8, "geofed.loss": 0.25
+        "geofed.region": "oslo", "geofed.round": 2, "geofed.step": 8, "geofed.loss": 0.25,
+        "geofed.compute_seconds": 3.0, "geofed.merge_seconds": 0.5,
     }  # fmt: skip
     failed = [note for note in by_key["region/oslo"].notes if note.name == "worker-failed"]
     assert [note.attributes["geofed.code"] for note in failed] == ["FUNCTION_FAILED"]

@@ -21,7 +21,7 @@ def going(
     name: str, left: float, deadline_s: float = 1e6, level: int = 0, plan: Plan = (), ready_s: float = -math.inf
 ) -> ScheduledJob:
     """One step a second for each device."""
-    return ScheduledJob(name, left, deadline_s, level, ready_s, plan, float, lambda level: (level,))
+    return ScheduledJob(name, left, deadline_s, level, ready_s, plan, float, lambda level: ((0, level),))
 
 
 def devices(count: int, *later: tuple[float, int]) -> tuple[tuple[float, tuple[int, ...]], ...]:
