@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -64,9 +64,6 @@ _READ_SECONDS = 60.0
 _MISSING_HINT = "submit the job again, which uploads what is missing"
 _KNOWN_CODE = 1000
 """Bundles of which the digest of the code is kept in memory, some 200 bytes each: a sweep submits one many times."""
-_GIVEN_SECONDS = 0.05
-"""Longest time for which the next review of jobs' workers waits for the plan of a new job: most plans take less, and
-some reviews are made in each second also while jobs are submitted all the time."""
 _SERVICE_REFRESH_SECONDS = 60.0
 """Time between two sums of what users' ended jobs have used."""
 
@@ -504,20 +501,12 @@ class Federation:
     async def _allocate(self) -> None:
         """Review the allocation of workers: decide in a thread, some jobs at a time, and command it."""
         try:
-            await self._give_way()
             while (review := self.allocation.due(self.changes.draft(self.clock()))) is not None:
                 answer = await asyncio.to_thread(review.answer)
                 if not await self._review("allocation", partial(self.allocation.apply, review=review, answer=answer)):
                     return
-                await self._give_way()
         except Exception as error:  # noqa: BLE001 - leases must expire whatever a review fails with
             self._note_failure("allocation", error)
-
-    async def _give_way(self) -> None:
-        """Wait while a job is planned, which a user waits for, but not for long: both take Python's lock in turn."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_GIVEN_SECONDS), self.planning:
-                pass
 
     async def _review(self, name: str, review: Callable[[Draft], None]) -> bool:
         """Run a review of jobs in a change of its own, so that its failure stops neither time nor other reviews; return
