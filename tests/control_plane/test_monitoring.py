@@ -7,21 +7,15 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.registry import Collector
 from ruamel.yaml import YAML
 
 from control_plane.pki import Authority, utc_now
-from control_plane.service._metrics import MetricsExporter, text_of
+from control_plane.service._metrics import MetricsExporter
 from control_plane.service.state._sums import JobSums
 
 ROOT = Path(__file__).parents[2]
@@ -50,24 +44,6 @@ def test_alerts_and_dashboard_use_metrics_that_there_are() -> None:
     alerting = {name for rule in RULES for name in used(rule["expr"])}
     assert len(shown) > 8
     assert shown | alerting <= metrics()
-
-
-@given(st.dictionaries(st.tuples(st.text(), st.text()), st.floats() | st.integers() | st.booleans()))
-def test_metrics_are_written_as_by_the_library(values: dict[tuple[str, str], float]) -> None:
-    link = GaugeMetricFamily("geofed_link_up", "1 if it is up", labels=["source", "destination"])
-    info = InfoMetricFamily("geofed_link", "Present use", labels=["source"])
-    for (source, destination), value in values.items():
-        link.add_metric([source, destination], value)
-        info.add_metric([source], {"state": destination})
-    metrics: list[Metric] = [link, info, GaugeMetricFamily("geofed_sessions", "Agents", value=len(values))]
-
-    class Given(Collector):
-        def collect(self) -> Iterator[Metric]:
-            return iter(metrics)
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Given())
-    assert "".join(map(text_of, metrics)) == generate_latest(registry).decode()
 
 
 def test_each_alert_says_what_to_do() -> None:
