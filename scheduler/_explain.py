@@ -74,14 +74,6 @@ def alternatives(
             lambda found, at: _listed([name(code) for code in table[places, found.choice[at.assignment]].tolist()]),
         )
 
-    def of_way(name: Callable[[ExchangeOption], str]) -> _Decided:
-        numbers: dict[str, int] = {}
-        codes = np.array([numbers.setdefault(name(way), len(numbers)) for way in ways.each])
-        return _Decided(
-            lambda found: codes[list(found.ways)][None, None, :, None],
-            lambda found, at: name(ways.each[found.ways[at.way]]),
-        )
-
     told: list[Alternative] = []
     decisions: list[tuple[str, object, EvaluatedPlans, _Decided]] = [
         (_workers_in(fronts), demand.workers, assignments, of_regions(lambda front: front.workers // front.stages)),
@@ -90,9 +82,9 @@ def alternatives(
         ("memory", demand.memory_mb, assignments, of_regions(lambda front: front.memory_mb)),
         ("merge", demand.collective, assignments, of_regions(lambda front: front.merges, _merge)),
         ("interval", demand.interval, exchanges, _INTERVAL),
-        ("codec", demand.codec, exchanges, of_way(lambda way: way.codec)),
-        ("exchange", demand.exchange, exchanges, of_way(lambda way: way.exchange)),
-        ("topology", demand.topology, exchanges, of_way(lambda way: way.topology.name)),
+        ("codec", demand.codec, exchanges, _of_option(ways, lambda option: option.codec)),
+        ("exchange", demand.exchange, exchanges, _of_option(ways, lambda option: option.exchange)),
+        ("topology", demand.topology, exchanges, _of_option(ways, lambda option: option.topology.name)),
     ]
     for decision, fixed, among, decided in decisions:
         if fixed is None:
@@ -101,6 +93,15 @@ def alternatives(
         taken = f"topology {ways.each[evaluated.ways[place.way]].topology.name}"
         told += [Alternative(kind, why, taken) for kind, why in ways.impossible.items()]
     return tuple(told)
+
+
+def _of_option(ways: ExchangeOptions, name: Callable[[ExchangeOption], str]) -> _Decided:
+    numbers: dict[str, int] = {}
+    codes = np.array([numbers.setdefault(name(option), len(numbers)) for option in ways.each])
+    return _Decided(
+        lambda found: codes[list(found.ways)][None, None, :, None],
+        lambda found, at: name(ways.each[found.ways[at.way]]),
+    )
 
 
 def _workers_in(fronts: Sequence[RegionConfigurations]) -> str:

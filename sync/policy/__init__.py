@@ -4,8 +4,17 @@ from collections.abc import Mapping
 
 from geofed_pb.errors import GeofedError
 from sync.policy._clients import clients_of_round
-from sync.policy._contract import Contribution, Outer, Policy, Values, WanPolicy
-from sync.policy._hiding import HIDDEN_FRACTION, HIDING_MARGIN, LONGEST_ROUNDS, MAX_CODEC_RATIO
+from sync.policy._contract import (
+    HIDDEN_FRACTION,
+    HIDING_MARGIN,
+    LONGEST_ROUNDS,
+    MAX_CODEC_RATIO,
+    Contribution,
+    Outer,
+    Policy,
+    Values,
+    WanPolicy,
+)
 from sync.policy._staleness import Damped, DelayCompensated
 from sync.policy._state import StateAveraged
 from sync.policy.asgd import GradientSum
