@@ -21,6 +21,10 @@ A choice: few enough system calls to fill a link, and small next to its buffers.
 """
 _DATAGRAM_BYTES = 1472
 """Payload of a datagram that fills an Ethernet packet."""
+_SO_TIMESTAMPNS = 35
+"""Linux's number of the option by which a datagram comes with the time of its arrival; Python has no name for it."""
+_TIMESPEC = struct.Struct("@ll")
+"""That time: seconds and nanoseconds."""
 PAYLOAD_PER_PACKET = 1448 / 1500
 """TCP payload per IP byte of full packets with timestamps: the largest fraction of a link's rate that TCP can reach."""
 
@@ -100,9 +104,13 @@ def tcp_send(address: str, port: int) -> dict[str, object]:
 
 
 def udp_receive(seconds: float, warm_s: float) -> dict[str, object]:
-    """Count datagrams until none arrives for a while; returns the rate after ``warm_s``, and the fraction lost."""
+    """Count datagrams until none arrives for a while; returns the rate after ``warm_s``, and the fraction lost.
+
+    Each counts at the time at which the kernel has received it: on busy cores this process reads it later.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver:
         receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
+        receiver.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         receiver.bind(("0.0.0.0", 0))
         print(json.dumps({"port": receiver.getsockname()[1]}), flush=True)
         receiver.settimeout(20)
@@ -111,10 +119,11 @@ def udp_receive(seconds: float, warm_s: float) -> dict[str, object]:
         begin = None
         while True:
             try:
-                datagram = receiver.recv(2048)
+                datagram, (stamp,), _, _ = receiver.recvmsg(2048, socket.CMSG_SPACE(_TIMESPEC.size))
             except TimeoutError:
                 break
-            now = time.perf_counter()
+            whole, nanoseconds = _TIMESPEC.unpack(stamp[2])
+            now = whole + nanoseconds * 1e-9
             begin = now if begin is None else begin
             receiver.settimeout(2)
             number = struct.unpack_from("!I", datagram)[0]
