@@ -45,9 +45,6 @@ _MORE_VECTORS = 6
 optimiser for each parameter, as Adam has, the merge's and the snapshot's, and what a step needs for a while. Measured
 with Adam and 40 million parameters, above PyTorch alone: 26 bytes a parameter after two steps and a snapshot, 30 with a
 gradient vector for a merge; 38 in a step made while all vectors of the exchange before it are kept."""
-_SMALL_MODEL_BYTES = 1_000_000
-"""Bytes of a model up to which batches are divided by the cost model's prior for a merge, which is one for small models
-on one machine; the steps of a divided batch are short, and each is merged."""
 _MOST_DIVIDING = 128
 """Regions up to which plans divide batches: to find how, in a thousand with a profile each, takes 0.7 s, a third of
 the plan's time."""
@@ -333,19 +330,16 @@ def _unmeasured(
 ) -> list[ConfiguredPartition]:
     """Return the configurations of which no profile tells.
 
-    ``most``: batches of a step at most. Workers divide batches only where they are faster so, and where it is known
-    what the many merges take.
+    ``most``: batches of a step at most. Workers divide batches only where they are faster so, and where runs have
+    measured what the many merges take.
     """
     memory_mb, speed = unmeasured_mb(region, snapshot, demand), worker_speed(region, snapshot)
     fixed = snapshot.fixed_shares.get(region.name, _FIXED_SHARE)
-    small = region.channel in channel_kinds(lambda kind: kind.in_memory) and (
-        snapshot.model_bytes is not None and snapshot.model_bytes <= _SMALL_MODEL_BYTES
-    )
     found, fastest = list[ConfiguredPartition](), dict[float, float]()
     for count in counts:
         merge = _ran_merge(region, count, snapshot, demand)
         for divided in divisions:
-            if count % divided or count // divided > max(1, most) or (divided > 1 and merge is None and not small):
+            if count % divided or count // divided > max(1, most) or (divided > 1 and merge is None):
                 continue
             part = PlannedPartition(
                 region.name, samples, count, demand.batch // divided, memory_mb, 1,

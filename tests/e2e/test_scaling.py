@@ -160,7 +160,7 @@ def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_tha
 
 def test_a_job_starts_with_workers_that_divide_its_batch(running: Running) -> None:
     """For a number of epochs a larger global batch would cost accuracy: the workers of the region with most to do share
-    one batch. All steps take as long as they sleep."""
+    one batch, once a run of several has measured what a merge takes. All steps take as long as they sleep."""
     task = named("divided").replace("def loss(", "def loss_of(") + SLEEPS
     asked = (
         "metadata.name=divided",
@@ -169,6 +169,14 @@ def test_a_job_starts_with_workers_that_divide_its_batch(running: Running) -> No
         "train.end.epochs=2",
         "wan.interval=10",
     )
+    measuring = (
+        "train.evaluateEvery=0",
+        "train.batch=16",
+        "train.workers=2",
+        "train.end={steps: 20}",
+        "wan.interval=10",
+    )
+    check_succeeded(running.wait_end(running.submit(*measuring, task=task)), accuracy=0.0)
     job = running.submit(*asked, task=task)
     plan = running.describe(job)["plan"]
     most = max(plan["partitions"], key=lambda part: part["samples"])

@@ -13,6 +13,7 @@ from support.planner_draws import drawn_federation
 from scheduler import Demand, Plan, plan
 from scheduler._configurations import configurations, merge_of
 from scheduler._estimate import figures_of
+from scheduler.tuning import MergePoint
 
 WANTED = Demand("job", "data", batch=32, epochs=10.0, steps=None, seed=1)
 
@@ -46,7 +47,8 @@ def test_batches_are_divided_into_equal_parts() -> None:
     for seed in range(12):
         snapshot = replace(drawn_federation(random.Random(seed), 3, most=16), model_bytes=1000)
         if not snapshot.profiles:
-            snapshot = replace(snapshot, regions=tuple(replace(one, channel="file") for one in snapshot.regions))
+            measured = (MergePoint("server-reduce", 2, 1, 1000.0, 0.004),)
+            snapshot = replace(snapshot, merges={one.name: measured for one in snapshot.regions})
         for region in snapshot.regions:
             whole, found = (configurations(region, snapshot, replace(WANTED, divides_batch=d)) for d in (False, True))
             samples = region.datasets[0].splits["train"].samples

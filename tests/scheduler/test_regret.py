@@ -11,6 +11,7 @@ from support.planner_draws import drawn_demand, drawn_federation, movable, regre
 
 from scheduler import Demand, Plan, Planner, _shard_moves
 from scheduler.search import _assignments
+from scheduler.tuning import MergePoint
 
 HARD = (64, 72, 102, 397, 468)
 """Draws where regions must be changed together, for whole steps that fit their shards at another interval."""
@@ -41,9 +42,9 @@ def test_workers_that_divide_batches_are_searched_as_well(monkeypatch: pytest.Mo
         snapshot = drawn_federation(rng, regions=2 + seed % 2)
         demand = replace(drawn_demand(rng, snapshot), divides_batch=True)
         if not snapshot.profiles:
-            regions = tuple(replace(region, channel="file") for region in snapshot.regions)
-            fixed = {region.name: 0.4 * rng.random() for region in regions}
-            snapshot = replace(snapshot, regions=regions, model_bytes=1000, fixed_shares=fixed)
+            fixed = {region.name: 0.4 * rng.random() for region in snapshot.regions}
+            merges = {name: (MergePoint("server-reduce", 2, 1, 1000.0, 0.004),) for name in fixed}
+            snapshot = replace(snapshot, model_bytes=1000, fixed_shares=fixed, merges=merges)
         with monkeypatch.context() as patched:
             patched.setattr(_assignments, "MOST_ENUMERATED", 0)
             found.append(regret(snapshot, demand))
