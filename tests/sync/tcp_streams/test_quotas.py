@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from support.damage import damaged
@@ -70,10 +71,14 @@ def test_a_million_damaged_heads_of_frames_are_read_or_refused() -> None:
     assert min(outcomes.values()) > 1000, outcomes
 
 
-class _Deaf:
+class _Admitting:
     """Admits everybody, and wants nothing."""
 
-    def greeted(self, caller: str, greeting: sync_pb2.BulkHello) -> None: ...
+    def __init__(self) -> None:
+        self.admitted = threading.Semaphore(0)
+
+    def greeted(self, caller: str, greeting: sync_pb2.BulkHello) -> None:
+        self.admitted.release()
 
     def failed(self, error: GeofedError) -> None: ...
 
@@ -81,7 +86,8 @@ class _Deaf:
 def test_a_peer_has_a_limited_number_of_connections() -> None:
     authority = Authority()
     own, mars, west = (authority.region(name) for name in ("east", "mars", "west"))
-    port = BulkPort("127.0.0.1", 0, "job", lambda: own, _Deaf())  # type: ignore[arg-type]
+    handler = _Admitting()
+    port = BulkPort("127.0.0.1", 0, "job", lambda: own, handler)  # type: ignore[arg-type]
     port.start()
 
     def connected(tls: Tls, seconds: float) -> bool:
@@ -101,6 +107,8 @@ def test_a_peer_has_a_limited_number_of_connections() -> None:
             line = dial(("127.0.0.1", port.port), "east", mars, 30.0)
             lines.append(line)
             line.sendall(hello("job", collects=False))
+            # Each has a thread of its own: without this, the last to be counted need not be the last that connected.
+            assert handler.admitted.acquire(timeout=30)
         assert not connected(mars, 30)
         assert connected(west, 0.3)
     finally:
