@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import structlog
 
@@ -87,7 +88,7 @@ class Sweeper:
         return found
 
     async def _jobs(self) -> dict[str, JobUse]:
-        return {use.id: use for use in await self._federation.read(Store.job_uses)}
+        return await self._federation.read(lambda store: {use.id: use for use in store.job_uses()})
 
     async def sweep(self) -> None:
         """Remove what the rules no longer keep. What cannot be removed is logged, and tried again by the next sweep."""
@@ -107,8 +108,10 @@ class Sweeper:
         """Delete the jobs that the rule no longer keeps, as a user's command does."""
         if self.keep["jobs"] is None:
             return
-        digests = set[str]()
-        for item in due([job_item(use).stored for use in (await self._jobs()).values()], self.keep, now):
+        digests, jobs = set[str](), await self._jobs()
+        # In a thread, since many jobs take long.
+        old = await asyncio.to_thread(lambda: due([job_item(use).stored for use in jobs.values()], self.keep, now))
+        for item in old:
             try:
                 _, needed = await delete_job(self._federation, item.name, BY_RULE)
             except GeofedError as error:
@@ -155,6 +158,12 @@ class Sweeper:
             count += (removed := await self._federation.write(query))
         return count
 
+    async def _wanted_files(self, wanted: Callable[[Stored], bool]) -> list[tuple[Item, Path]]:
+        items = await self._files()
+        return await asyncio.to_thread(
+            lambda: [(item, item.file.path) for item in items if item.file is not None and wanted(item.stored)]
+        )
+
     async def remove_unused(self, digests: set[str]) -> None:
         """Remove those of the blobs that no job needs any more."""
         await self._remove_files(lambda stored: stored.kind == "unused" and stored.name in digests)
@@ -162,16 +171,14 @@ class Sweeper:
     async def _remove_files(self, wanted: Callable[[Stored], bool]) -> None:
         remaining = {}
         # First without holding up any change, since to look at all jobs takes seconds.
-        if not any(item.file is not None and wanted(item.stored) for item in await self._files()):
+        if not await self._wanted_files(wanted):
             return
         # While a change is open, no job is stored that needs one of them.
         async with self._federation.change() as draft:
             draft.void = True
-            for item in await self._files():
-                if item.file is None or not wanted(item.stored):
-                    continue
+            for item, path in await self._wanted_files(wanted):
                 try:
-                    if (file := self._federation.blobs.take_away(item.file.path)) is not None:
+                    if (file := self._federation.blobs.take_away(path)) is not None:
                         remaining[item.stored] = file
                 except FileNotFoundError:
                     continue
