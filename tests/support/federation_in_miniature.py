@@ -177,6 +177,10 @@ class Site:
         self.calls = 0
         self.ghosts: set[int] = set()
         """Calls of attempts that are over; each of them must be answered."""
+        self.told: tuple[Machine, Configured] | None = None
+        """What the present server was last told, which is told again only where it has changed."""
+        self.wanted_workers = setup.workers
+        """Workers of the attempts that begin from now on."""
         self.new_worker_group()
         self.start()
 
@@ -297,7 +301,8 @@ class Site:
         disk = self.disk
         match action:
             case MergeGradients():
-                assert len({key for key, _ in action.parts}) == self.setup.workers
+                assert self.machine is not None
+                assert len({key for key, _ in action.parts}) == self.machine.setup.workers
                 key = f"g/{action.attempt}/{action.step}"
                 self.channel.add(key)
                 return GradientsMerged(action.attempt, action.step, key, 1.0)
@@ -422,17 +427,22 @@ class Site:
     # The agent
 
     def new_worker_group(self) -> None:
-        self.workers = [Worker(self.attempt) for _ in range(self.setup.workers)]
+        self.workers = [Worker(self.attempt) for _ in range(self.wanted_workers)]
 
     def next_attempt(self) -> None:
         self.attempt += 1
         self.ghosts |= {worker.call for worker in self.workers if worker.call}
         self.new_worker_group()
 
-    def configure(self, peers: tuple[PeerAddress, ...], ways: Ways) -> None:
-        if self.machine is not None:
-            told = Configured(self.epoch, self.attempt, peers, ways.neighbours, routes=ways.routes, former=ways.former)
-            self.feed(replace(told, finish=self.told_to_end, halt=self.halts))
+    def configure(self, peers: tuple[PeerAddress, ...], ways: Ways, *, again: bool = True) -> None:
+        """``again``: also if nothing has changed."""
+        if self.machine is None:
+            return
+        told = Configured(self.epoch, self.attempt, peers, ways.neighbours, routes=ways.routes, former=ways.former)
+        told = replace(told, finish=self.told_to_end, halt=self.halts)
+        if again or self.told is None or self.told[0] is not self.machine or self.told[1] != told:
+            self.told = self.machine, told
+            self.feed(told)
 
     # The workers
 
@@ -445,6 +455,9 @@ class Site:
             self.give_up_call(index)
         if worker.doing == "step" and self._shortcut(worker):
             return
+        if worker.attempt >= self.machine.attempt and len(self.workers) != self.machine.setup.workers:
+            # Every token states the number of workers.
+            self.feed(Configured(0, worker.attempt, (), workers=len(self.workers)))
         self.calls += 1
         worker.call = self.calls
         request = self._request(worker, index, worker.call, worker.attempt)
@@ -470,7 +483,7 @@ class Site:
 
     def _shortcut(self, worker: Worker) -> bool:
         assert self.machine is not None
-        if self.setup.workers == 1 or (
+        if len(self.workers) == 1 or (
             worker.attempt == self.machine.attempt and f"g/{worker.attempt}/{worker.step + 1}" in self.channel
         ):
             self._made_step(worker)
@@ -617,11 +630,12 @@ class Miniature:
         self.rounds: dict[int, str] = {}
         """Digest of the model after each round, wherever it was seen first."""
 
-    def configure(self, name: str) -> None:
+    def configure(self, name: str, *, again: bool = True) -> None:
+        """``again``: also if nothing has changed."""
         peers = tuple(
             PeerAddress(site.name, site.epoch, site.name) for site in self.sites.values() if site.name != name
         )
-        self.sites[name].configure(peers, self.told[name])
+        self.sites[name].configure(peers, self.told[name], again=again)
 
     # A region that has lost its state
 
@@ -671,11 +685,11 @@ class Miniature:
         if not self.ways.former:
             self.ways = Ways(pairs, self.ways.routes + 1, self._spelled(self.ways.neighbours))
 
-    def tell_ways(self, name: str) -> None:
+    def tell_ways(self, name: str, *, again: bool = True) -> None:
         """An agent hears of the ways; once all servers know them, the former ones are over."""
         if name != self.deaf:
             self.told[name] = self.ways
-        self.configure(name)
+        self.configure(name, again=again)
         knowing = [s.machine is not None and s.machine.progress.routes >= self.ways.routes for s in self.sites.values()]
         if self.ways.former and all(knowing):
             self.ways = Ways(self.ways.neighbours, self.ways.routes + 1)
@@ -792,7 +806,8 @@ class Miniature:
             for name, site in self.sites.items():
                 if site.machine is None:
                     site.start()
-                self.tell_ways(name)
+                # Not each time: a server that waits must wake by itself.
+                self.tell_ways(name, again=False)
                 self.rejoin(name)
                 here = {frozenset(pair) for pair in self._spelled(self.ways.neighbours)}
                 if here & self.cut:

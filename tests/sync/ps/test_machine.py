@@ -106,6 +106,13 @@ class AnythingMayHappen(RuleBasedStateMachine):
     def a_worker_is_killed(self, site: int) -> None:
         self._site(site).next_attempt()
 
+    @rule(site=_NUMBERS, workers=st.integers(1, 3))
+    def workers_are_added_or_removed(self, site: int, workers: int) -> None:
+        here = self._site(site)
+        if all(worker.doing != "done" for worker in here.workers):
+            here.wanted_workers = workers
+            here.next_attempt()
+
     @rule(site=_NUMBERS, then_crash=st.sampled_from([False, False, False, True]))
     def the_disk_works(self, site: int, then_crash: bool) -> None:
         here = self._site(site)
