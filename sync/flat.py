@@ -17,6 +17,7 @@ from geofed_pb.errors import GeofedError
 from sync.base import Base
 from sync.coordinates import coding_of
 from sync.layout import Layout, Slot, Vector
+from sync.mapped_files import windows
 from sync.module_tensors import (
     KINDS,
     Access,
@@ -147,7 +148,8 @@ class FlatModel:
 
     @_of_the_module
     def add(self, change: Vector) -> None:
-        """Add a change to the whole state; values that are not floating-point numbers are rounded.
+        """Add a change to the whole state; values that are not floating-point numbers are rounded. One that is mapped
+        from a file is read a part at a time, so that little of it counts as memory of the process.
 
         Tensors that share memory receive the change once.
         """
@@ -158,7 +160,12 @@ class FlatModel:
             later: list[tuple[int, torch.Tensor]] = []
             for number, (slot, at) in enumerate(self.layout.places()):
                 tensor, part = now[number], change[at]
-                if self._plain[number]:
+                whole = self._plain[number] and self._access.is_whole(tensor)
+                if whole and tensor.is_contiguous() and shared[tensor.untyped_storage().data_ptr()] <= 1:
+                    values = tensor.reshape(-1)
+                    for window in windows(slot.size, part):
+                        values[window] += _as_tensor(part[window]).to(tensor.device, tensor.dtype)
+                elif self._plain[number]:
                     moved = _as_tensor(part).reshape(slot.shape).to(tensor.device, tensor.dtype)
                     if not self._access.is_whole(tensor):
                         self._access.write(tensor, self._access.read(tensor) + moved)

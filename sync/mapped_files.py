@@ -6,18 +6,19 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from sync.framing import Array
 
-__all__ = ["locked", "map_file", "release", "windows"]
+__all__ = ["Releasable", "chunks_of", "locked", "map_file", "pieces_of", "release", "windows"]
 
 _WINDOW_BYTES = 4 << 20
-"""Bytes of float32 that are read before their pages are released: few enough for a bound of memory, and enough for the
-call to cost nothing beside them. A choice."""
+"""Bytes of float32, of all that is read together, after which their pages are released: few enough for a bound of
+memory, and enough for the call to cost nothing beside them. A choice."""
 
 
 def map_file(path: Path) -> memoryview:
@@ -45,20 +46,52 @@ def locked(descriptor: int, path: Path) -> bool:
         return False
 
 
-def release(*arrays: Array) -> None:
+class Releasable(Protocol):
+    """Values that are computed from files when they are read."""
+
+    def release(self) -> None:
+        """Give back the pages of these files."""
+
+
+def release(*read: Array | memoryview | Releasable) -> None:
     """Give back the pages of files that these arrays are views of; they are read again when they are needed. Does
     nothing for arrays in memory of their own."""
-    for array in arrays:
-        base: object = array
-        while isinstance(base, np.ndarray):
-            base = base.base
-        if isinstance(base, memoryview) and isinstance(base.obj, mmap.mmap):
-            base.obj.madvise(mmap.MADV_DONTNEED)
+    for one in read:
+        if not isinstance(one, np.ndarray | memoryview):
+            one.release()
+            continue
+        base: object = one
+        while isinstance(base, np.ndarray | memoryview):
+            base = base.base if isinstance(base, np.ndarray) else base.obj
+        if isinstance(base, mmap.mmap):
+            base.madvise(mmap.MADV_DONTNEED)
 
 
-def windows(size: int, *arrays: Array) -> Iterator[slice]:
-    """Yield ranges that cover ``size`` coordinates, and release the pages of the arrays after each."""
-    step = _WINDOW_BYTES // 4
+def pieces_of(*buffers: Array | memoryview) -> Iterator[memoryview]:
+    """Yield the bytes of buffers in pieces, one after the other, and release the pages of each after it was used."""
+    for buffer in buffers:
+        view = memoryview(buffer.data if isinstance(buffer, np.ndarray) else buffer).cast("B")
+        for at in range(0, len(view), _WINDOW_BYTES):
+            yield view[at : at + _WINDOW_BYTES]
+            release(view)
+
+
+def chunks_of(buffers: Sequence[Array | memoryview], size: int) -> Iterator[bytes]:
+    """Yield the bytes of consecutive buffers in chunks of ``size``, of which the last one may be smaller."""
+    chunk = bytearray()
+    for piece in pieces_of(*buffers):
+        chunk += piece
+        while len(chunk) >= size:
+            yield bytes(chunk[:size])
+            del chunk[:size]
+    if chunk:
+        yield bytes(chunk)
+
+
+def windows(size: int, *arrays: Array | Releasable) -> Iterator[slice]:
+    """Yield ranges that cover ``size`` coordinates, and release the pages of the arrays after each. They begin at
+    multiples of 2 ** 16."""
+    step = max(1, (_WINDOW_BYTES // 4 // max(1, len(arrays))) >> 16) << 16
     for at in range(0, size, step):
         yield slice(at, min(at + step, size))
         release(*arrays)

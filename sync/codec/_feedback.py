@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sync.codec._contract import Codec, Tensors
-from sync.codec._slabs import join_slabs, slabs_of
+from sync.codec._slabs import Decoding, join_slabs, slabs_of
 from sync.layout import Vector
 from sync.mapped_files import release, windows
 
@@ -110,8 +110,30 @@ class ErrorFeedback:
             np.subtract(end[part], since[part], out=whole)
         return whole
 
-    def settle(self, delta: Vector, sent: Vector, part: slice = _ALL) -> None:
-        """Account for an update that was encoded before, by an earlier process."""
-        whole = delta.copy() if self.residual is None else self.residual + delta
-        whole[part] -= sent
-        self.residual = whole if self.codec.lossy or part != _ALL or whole.any() else None
+    def settle(self, end: Vector, since: Vector, sent: Vector | Decoding, part: slice = _ALL) -> None:
+        """Account for an update of ``end - since`` that was encoded before, by an earlier process. ``sent``: the values
+        that it decodes to, shape (part,)."""
+        if fresh := self.residual is None:
+            self.residual = np.empty(end.size, np.float32)
+        begin, stop, _ = part.indices(end.size)
+        for window in windows(end.size, end, sent):
+            for low in range(window.start, window.stop, _BLOCK):
+                block = slice(low, min(low + _BLOCK, window.stop))
+                whole = self._add(end, since, block, fresh=fresh)
+                first, last = max(low, begin), min(block.stop, stop)
+                if first < last:
+                    whole[first - low : last - low] -= sent[first - begin : last - begin]
+        self._forget_zeros(part)
+
+    def add(self, end: Vector, since: Vector, first: int) -> None:
+        """Add ``end - since`` to the residual, from the coordinate ``first`` on."""
+        if self.residual is None:
+            self.residual = np.zeros(end.size, np.float32)
+        for low in range(first, end.size, _BLOCK):
+            self._add(end, since, slice(low, min(low + _BLOCK, end.size)), fresh=False)
+        self._forget_zeros(_ALL)
+
+    def _forget_zeros(self, part: slice) -> None:
+        """Keep no residual that is zero if the codec, for updates of this part, makes none."""
+        if not self.codec.lossy and part == _ALL and self.residual is not None and not self.residual.any():
+            self.residual = None

@@ -120,6 +120,8 @@ class Decoding:
         """Raises ``GeofedError("FRAME_INVALID")`` if the arrays don't fit."""
         codec.check(tensors, size)
         self._codec, self._tensors, self.size = codec, tensors, size
+        # Very many updates may be merged together, and all of them are checked before.
+        self.release()
 
     def __getitem__(self, part: slice) -> Vector:
         begin, stop, _ = part.indices(self.size)

@@ -316,7 +316,7 @@ class Engine:
         return await asyncio.get_running_loop().run_in_executor(self._disk, ask)
 
     async def model(self, sequence: int = 0) -> Vector | None:
-        """Return a copy of the current model or of an evaluated round's, shape (n,): see `copy_of_model`."""
+        """Return the current model or an evaluated round's, shape (n,): see `copy_of_model`."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, self.executor.copy_of_model, sequence)
 
     async def close(self) -> None:

@@ -22,6 +22,7 @@ from sync import framing
 from sync.file_transfer.manifest import PeerAddress
 from sync.histograms import from_messages, to_messages
 from sync.layout import Layout
+from sync.mapped_files import chunks_of, pieces_of
 from sync.ps.config import PsConfig
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer, ReduceAnswer
 from sync.ps.core.events import (
@@ -37,7 +38,7 @@ from sync.ps.core.events import (
 )
 from sync.ps.engine import Engine, merged_key
 from sync.ps.exchange import PeerLinks
-from sync.ps.execution.export import to_safetensors
+from sync.ps.execution.export import exported
 from sync.ps.tokens import WorkerIdentity, verify
 
 __all__ = ["WORKER_RULES", "AdminService", "WorkerCheck", "WorkerService"]
@@ -256,13 +257,16 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
         layout, progress = self._engine.storage.layout, self._engine.machine.progress
         if model is None or layout is None:
             raise GeofedError("MODEL_NOT_FOUND", _missing(request.round))
-        digest = framing.digest_of([model.data.cast("B")]) if request.round else progress.model_digest
+        digest = framing.digest_of(pieces_of(model)) if request.round else progress.model_digest
         facts = {"job": self._config.job, "round": str(request.round or progress.sequence), "flat_digest": digest}
         base = self._engine.executor.base.contents(layout)
-        data, digest = await asyncio.to_thread(to_safetensors, layout, model, facts, base)
-        for offset in range(0, len(data), CHUNK_BYTES):
-            piece = data[offset : offset + CHUNK_BYTES]
-            yield common_pb2.BlobChunk(digest=digest, total_bytes=len(data), offset=offset, data=piece)
+        pieces = exported(layout, model, facts, base)
+        total_bytes, offset = sum(piece.nbytes for piece in pieces), 0
+        digest = await asyncio.to_thread(framing.digest_of, pieces_of(*pieces))
+        chunks = chunks_of(pieces, CHUNK_BYTES)
+        while data := await asyncio.to_thread(next, chunks, b""):
+            yield common_pb2.BlobChunk(digest=digest, total_bytes=total_bytes, offset=offset, data=data)
+            offset += len(data)
 
     def _status(self) -> sync_pb2.PsStatus:
         progress, failed = self._engine.machine.progress, self._engine.failed

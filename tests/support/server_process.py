@@ -160,6 +160,7 @@ class NumpyWorker(threading.Thread):
     samples: float = 10.0
     pause: float = 0.0
     """Seconds before a step."""
+    layout: Layout = LAYOUT
     begins_again: bool = False
     """Once it is fenced, as an agent has it done: from where the server says, in the next attempt."""
     failure: GeofedError | None = None
@@ -168,8 +169,8 @@ class NumpyWorker(threading.Thread):
 
     def __post_init__(self) -> None:
         super().__init__(daemon=True)
-        self.channel = FileChannel(self.server.channel_folder)
-        self.model = np.full(LAYOUT.size, 1.0, np.float32)
+        self.channel = FileChannel(self.server.settings["channel_address"])
+        self.model = np.full(self.layout.size, 1.0, np.float32)
 
     __hash__ = threading.Thread.__hash__
 
@@ -220,7 +221,7 @@ class NumpyWorker(threading.Thread):
     def _train(self) -> None:
         steps = self.server.settings["steps_per_round"]
         initial = self._put(f"init/{self.attempt}/{self.index}", self.model)
-        start = self._call("Attach", worker_pb2.AttachRequest(layout_json=LAYOUT.to_json(), initial_key=initial))
+        start = self._call("Attach", worker_pb2.AttachRequest(layout_json=self.layout.to_json(), initial_key=initial))
         if start.model_key:
             self._load(start.model_key)
         done, known, finished = start.round, start.boundary, start.finished

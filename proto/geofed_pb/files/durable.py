@@ -61,19 +61,24 @@ def write_unflushed(path: Path, pieces: Sequence[Buffer], reuse: Reuse | None = 
 
 def begin_write(
     path: Path,
-    pieces: Sequence[Buffer],
+    pieces: Iterable[Buffer],
     reuse: Reuse | None = None,
     *,
     mode: int | None = None,
     direct: bool = False,
+    total_bytes: int | None = None,
 ) -> BinaryIO:
     """Write a file under a temporary name, for `commit_write`, and return it open.
 
     It stays open because the kernel is sure to report a failed write only to the descriptor that wrote. ``reuse``
     gives an old file to overwrite. ``mode``: as for `write_durably`. ``direct``: past the page cache, where the file
-    system can, for a file that is flushed at once and hardly ever read.
+    system can, for a file that is flushed at once and hardly ever read. ``total_bytes``: of pieces that can be read
+    only once; None: they are counted.
     """
-    file = _opened(path, sum(memoryview(piece).nbytes for piece in pieces), reuse, 0o666 if mode is None else mode)
+    if total_bytes is None:
+        pieces = list(pieces)
+        total_bytes = sum(memoryview(piece).nbytes for piece in pieces)
+    file = _opened(path, total_bytes, reuse, 0o666 if mode is None else mode)
     with contextlib.ExitStack() as undo, disk_full_as_error(path):
         undo.callback(_close_failed, file)
         if mode is not None:
@@ -120,7 +125,7 @@ def _opened(path: Path, total_bytes: int, reuse: Reuse | None, mode: int = 0o666
         return os.fdopen(os.open(_partial(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode), "wb")
 
 
-def _write_direct(descriptor: int, pieces: Sequence[Buffer]) -> tuple[int, bytes]:
+def _write_direct(descriptor: int, pieces: Iterable[Buffer]) -> tuple[int, bytes]:
     """Write the content past the page cache as far as it fills whole blocks; return how far that is, and the rest.
 
     The kernel takes memory that begins at a page alone, so the content is copied into such memory block by block, where

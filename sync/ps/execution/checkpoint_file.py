@@ -11,11 +11,11 @@ from typing import BinaryIO
 import numpy as np
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.files.durable import begin_write, commit_write
+from geofed_pb.files.durable import Reuse, begin_write, commit_write
 from sync import framing
 from sync.channel_clients import BufferPool
 from sync.layout import Vector
-from sync.mapped_files import map_file
+from sync.mapped_files import map_file, pieces_of
 from sync.ps.core.actions import LogRoundEnd
 from sync.ps.execution.threads import background_thread
 
@@ -59,7 +59,7 @@ class PendingCheckpoint:
         path = self.folder / f"checkpoint-{self.version}.frame"
         with background_thread() as background:
             hashing = background.submit(self._digest)
-            file = begin_write(path, self._pieces(), direct=True)
+            file = self._begin(path, direct=True)
             digest = hashing.result()
         commit_write(path, file, final=self._path(digest))
         return digest
@@ -67,16 +67,17 @@ class PendingCheckpoint:
     def write(self) -> str:
         """Write the file and return the model's digest. The vectors must not change until this returns."""
         digest = self._digest()
-        self.written.append(
-            (self._path(digest), begin_write(self._path(digest), self._pieces(), self.buffer_pool.take))
-        )
+        self.written.append((self._path(digest), self._begin(self._path(digest), self.buffer_pool.take)))
         return digest
 
     def _digest(self) -> str:
         return framing.digest_of([np.ascontiguousarray(self.model).data.cast("B")])
 
-    def _pieces(self) -> list[memoryview]:
-        return framing.encode({"model": self.model, **self.rest}, {**self.facts, "memory_crc": checksum(self.rest)})
+    def _begin(self, path: Path, reuse: Reuse | None = None, *, direct: bool = False) -> BinaryIO:
+        facts = {**self.facts, "memory_crc": checksum(self.rest)}
+        pieces = framing.encode({"model": self.model, **self.rest}, facts)
+        total_bytes = sum(piece.nbytes for piece in pieces)
+        return begin_write(path, pieces_of(*pieces), reuse, direct=direct, total_bytes=total_bytes)
 
     def _path(self, digest: str) -> Path:
         return self.folder / f"checkpoint-{self.version}-{digest.removeprefix('sha256:')}.frame"
@@ -91,7 +92,7 @@ def read_checkpoint(path: Path) -> framing.Frame | None:
     """Return the checkpoint in a file, or None if it is damaged."""
     try:
         frame = framing.decode(map_file(path))
-        digest = framing.digest_of([np.asarray(frame.tensors["model"], np.float32).data.cast("B")])
+        digest = framing.digest_of(pieces_of(np.asarray(frame.tensors["model"], np.float32)))
     except (GeofedError, KeyError, ValueError):
         return None
     whole = digest.removeprefix("sha256:") == path.stem.rpartition("-")[2]
@@ -103,7 +104,9 @@ def checksum(tensors: Mapping[str, framing.Array]) -> int:
     """Return the CRC-32 of named tensors."""
     crc = 0
     for name, array in sorted(tensors.items()):
-        crc = zlib.crc32(np.ascontiguousarray(array).data.cast("B"), zlib.crc32(name.encode(), crc))
+        crc = zlib.crc32(name.encode(), crc)
+        for piece in pieces_of(np.ascontiguousarray(array)):
+            crc = zlib.crc32(piece, crc)
     return crc
 
 

@@ -47,8 +47,8 @@ from sync.ps.execution.base import BaseFiles
 from sync.ps.execution.channel_store import ChannelStore
 from sync.ps.execution.checkpoint_file import correction_key
 from sync.ps.execution.checkpoints import Checkpoints
-from sync.ps.execution.export import from_safetensors, to_safetensors
-from sync.ps.execution.frames import sent_layout, shape_of
+from sync.ps.execution.export import exported, from_safetensors
+from sync.ps.execution.frames import UpdateShape, sent_layout, shape_of
 from sync.ps.execution.own_updates import FramedUpdate, OwnUpdates, is_finite
 from sync.ps.execution.records import Entry
 from sync.ps.execution.releases import CountReleases, Releases
@@ -138,14 +138,15 @@ class ActionExecutor:
         """float32 bytes per second that became our last update, including making it durable; 0: not known yet."""
 
     def copy_of_model(self, sequence: int = 0) -> Vector | None:
-        """Return a copy of the model after the last merge, shape (n,), or None before the first one.
+        """Return a copy of the model after the last merge, shape (n,), or None before the first one; it is read from a
+        file if it is large.
 
         ``sequence``: instead, an evaluated round; None if its model is not kept (any more). Must be called in the
         thread of `do`.
         """
         if sequence:
             return self.storage.model_of(sequence)
-        return self.replica.model.copy() if self.replica is not None else None
+        return self.storage.aside(self.replica.model) if self.replica is not None else None
 
     @property
     def codec_name(self) -> str:
@@ -202,8 +203,7 @@ class ActionExecutor:
         tensors = framing.decode(state).tensors
         local = {slot.name: tensors[f"{LOCAL}{slot.name}"] for slot in layout.local if f"{LOCAL}{slot.name}" in tensors}
         facts = {"region": self.setup.region, "round": str(sequence)}
-        data, _ = to_safetensors(layout, self.replica.model, facts, self.base.contents(layout), local)
-        self.storage.keep_own_model(data)
+        self.storage.keep_own_model(exported(layout, self.replica.model, facts, self.base.contents(layout), local))
 
     # After a crash
 
@@ -223,7 +223,7 @@ class ActionExecutor:
             self._counts.stored(recovered.metrics)
         if not self.setup.background:
             numbers = replace(numbers, residual=self.storage.residual(prepared))
-        self.replica = Replica(self._policy, self._exchange, self._codec, numbers, owned=True)
+        self.replica = self._made(numbers)
         self._ended, self._attempt = recovered.ended, recovered.attempt
         if self.setup.background:
             recovered = self._replay(recovered, entries)
@@ -284,9 +284,9 @@ class ActionExecutor:
 
         ``end`` is the model that the workers ended it with; None: it is lost.
         """
-        delta, part, _ = self._decoded(manifest)
+        sent, part = self._sent(manifest)
         replica = self._replica()
-        replica.account_sent(end, delta, part)
+        replica.account_sent(end, sent, part)
         if end is None:
             replica.restart()
         else:
@@ -338,6 +338,9 @@ class ActionExecutor:
         if base_key:
             self.base.take(base_key)
         return "", self.base.publish(layout)
+
+    def _made(self, state: ReplicaState) -> Replica:
+        return Replica(self._policy, self._exchange, self._codec, state, owned=True, aside=self.storage.aside)
 
     def _replica(self) -> Replica:
         if self.replica is None:
@@ -407,11 +410,12 @@ class ActionExecutor:
                 delta = made[1]
             else:
                 self._check_layout(first)
-                delta = self._decoded(first)[0]
+                frame, shape = self._shaped(first)
+                delta = decoded(shape.codec, frame.tensors, shape.size)
             if not is_finite(delta):
                 raise GeofedError("FRAME_INVALID", "the model that the job begins with is not finite")
             begin = np.array(delta)
-            self.replica = Replica(self._policy, self._exchange, self._codec, ReplicaState(begin, begin), owned=True)
+            self.replica = self._made(ReplicaState(begin, begin))
             self._attempt = attempt
             refused: tuple[tuple[str, str], ...] = ()
         else:
@@ -470,8 +474,7 @@ class ActionExecutor:
         if (last := self.own_updates.last) is not None and last[0] == manifest.digest:
             _, delta, part, is_whole = last
         else:
-            frame = framing.decode(self.storage.update(manifest))
-            shape = shape_of(frame, self.storage.layout)
+            frame, shape = self._shaped(manifest)
             in_ranges = shape.codec.in_ranges and not self._exchange.robust
             if in_ranges and shape.part == slice(None) and not shape.whole:
                 later = Decoding(shape.codec, frame.tensors, shape.size)
@@ -506,17 +509,14 @@ class ActionExecutor:
         if not self._sums_fit:
             # Without an answer the state machine requests no further sums.
             return None
-        total = np.zeros_like(self._replica().model)
-        for manifest in action.manifests:
-            try:
-                delta, part, _ = self._decoded(manifest)
-            except FileNotFoundError:
-                # It was deleted meanwhile, because the peer that the sum is for has acknowledged it.
-                return Summed(action.peer, None)
-            total[part] += delta
+        try:
+            updates = [self._sent(manifest) for manifest in action.manifests]
+        except FileNotFoundError:
+            # One was deleted meanwhile, because the peer that the sum is for has acknowledged it.
+            return Summed(action.peer, None)
         last, weight = action.manifests[-1], sum(manifest.weight for manifest in action.manifests)
         codec, facts = Exact(), {"sequence": last.sequence, "weight": weight}
-        pieces = framing.encode(codec.encode(total), {**facts, "codec": codec.mark})
+        pieces = framing.encode(codec.encode_sum(updates, self._replica().model.size), {**facts, "codec": codec.mark})
         bytes_, digest = sum(piece.nbytes for piece in pieces), framing.digest_of(pieces)
         first = action.manifests[0].begins
         made = replace(last, digest=digest, total_bytes=bytes_, weight=weight, first=first)
@@ -529,14 +529,16 @@ class ActionExecutor:
             return None
         return Summed(action.peer, made)
 
-    def _decoded(self, manifest: Manifest, buffer: Vector | None = None) -> tuple[Vector, slice, bool]:
-        """Decode an update: its values, the coordinates that it covers, and whether it is a whole model.
+    def _sent(self, manifest: Manifest) -> tuple[Vector | Decoding, slice]:
+        """Return the values of an update, and the coordinates that it covers."""
+        frame, shape = self._shaped(manifest)
+        if shape.codec.in_ranges:
+            return Decoding(shape.codec, frame.tensors, shape.size), shape.part
+        return decoded(shape.codec, frame.tensors, shape.size), shape.part
 
-        The values are written into ``buffer`` if it has the right size.
-        """
+    def _shaped(self, manifest: Manifest) -> tuple[framing.Frame, UpdateShape]:
         frame = framing.decode(self.storage.update(manifest))
-        shape = shape_of(frame, self.storage.layout)
-        return decoded(shape.codec, frame.tensors, shape.size, buffer), shape.part, shape.whole
+        return frame, shape_of(frame, self.storage.layout)
 
     def _checkpoint(self, action: MergeUpdates) -> str:
         """Write a checkpoint and return the model's digest, or "" if another thread writes it or none is due."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +14,10 @@ import safetensors
 
 from geofed_pb.errors import GeofedError
 from sync.coordinates import array_dtype
-from sync.framing import Array
+from sync.framing import Array, digest_of
 from sync.layout import Layout, Slot, Vector
 
-__all__ = ["BASE_FACT", "LOCAL_FACT", "base_in", "from_safetensors", "local_in", "to_safetensors"]
+__all__ = ["BASE_FACT", "LOCAL_FACT", "base_in", "exported", "from_safetensors", "local_in", "to_safetensors"]
 
 BASE_FACT = "base"
 """Key, in the header of a safetensors file, of the names of the tensors that were not trained, as a JSON list."""
@@ -51,7 +50,20 @@ def to_safetensors(
     base: Mapping[str, Array] | None = None,
     local: Mapping[str, Array] | None = None,
 ) -> tuple[bytes, str]:
-    """Return the named tensors of a flat model as safetensors bytes, and the bytes' digest.
+    """Return what `exported` does as bytes, and their digest."""
+    data = b"".join(exported(layout, model, facts, base, local))
+    return data, digest_of([data])
+
+
+def exported(
+    layout: Layout,
+    model: Vector,
+    facts: dict[str, str],
+    base: Mapping[str, Array] | None = None,
+    local: Mapping[str, Array] | None = None,
+) -> list[memoryview]:
+    """Return the named tensors of a flat model as the consecutive pieces of a safetensors file. They are views of
+    ``model`` where its types are the task's.
 
     The tensors have the dtypes of the task's model, so that ``load_state_dict`` accepts them, and the values with which
     workers evaluate the model. Tied tensors are stored under each of their names; the header therefore also states the
@@ -73,8 +85,7 @@ def to_safetensors(
         facts[LOCAL_FACT] = json.dumps(sorted({*names, *(alias for alias, name in layout.aliases if name in names)}))
     types = {slot.name: _type_of(slot.dtype) for slot in (*layout.slots, *layout.base, *layout.local)}
     types |= {alias: types[name] for alias, name in layout.aliases}
-    data = _serialised({**tensors, **constant, **own}, types, facts)
-    return data, "sha256:" + hashlib.sha256(data).hexdigest()
+    return _serialised({**tensors, **constant, **own}, types, facts)
 
 
 def _from_bytes(slots: tuple[Slot, ...], contents: Mapping[str, Array], which: str) -> dict[str, Array]:
@@ -87,7 +98,7 @@ def _with_aliases(layout: Layout, tensors: dict[str, Array]) -> dict[str, Array]
     return tensors | {alias: tensors[name] for alias, name in layout.aliases if name in tensors}
 
 
-def _serialised(tensors: Mapping[str, Array], types: Mapping[str, str], facts: Mapping[str, str]) -> bytes:
+def _serialised(tensors: Mapping[str, Array], types: Mapping[str, str], facts: Mapping[str, str]) -> list[memoryview]:
     """Return a safetensors file; the same tensors and facts are the same bytes. The `safetensors` package writes the
     facts in any order."""
     head: dict[str, object] = {"__metadata__": dict(sorted(facts.items()))}
@@ -101,7 +112,7 @@ def _serialised(tensors: Mapping[str, Array], types: Mapping[str, str], facts: M
     text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     contents = (np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data for name in names)
-    return b"".join((len(text).to_bytes(8, "little"), text, *contents))
+    return [memoryview(len(text).to_bytes(8, "little") + text), *contents]
 
 
 def from_safetensors(

@@ -12,6 +12,7 @@ from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.codec import Codec, codec_by_mark
 from sync.layout import Layout
+from sync.mapped_files import windows
 from sync.secure import check_masked, first_codec
 
 __all__ = ["LAYOUT", "WHOLE", "UpdateShape", "check_received", "sent_layout", "shape_of"]
@@ -102,5 +103,7 @@ def _check(frame: framing.Frame, sequence: int, layout: Layout | None, masked: s
         raise GeofedError("FRAME_INVALID", "an update of another region holds a model instead of a change")
     if sequence:
         shape.codec.check(frame.tensors, shape.size)
-    elif shape.part != slice(None) or not np.isfinite(shape.codec.decode(frame.tensors, shape.size)).all():
-        raise GeofedError("FRAME_INVALID", "the model that the job begins with is not finite or not whole")
+    else:
+        model = shape.codec.decode(frame.tensors, shape.size)
+        if shape.part != slice(None) or not all(np.isfinite(model[part]).all() for part in windows(model.size, model)):
+            raise GeofedError("FRAME_INVALID", "the model that the job begins with is not finite or not whole")

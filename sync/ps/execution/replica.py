@@ -23,12 +23,12 @@ are stable for every r above -1/2, at a distance of at most two thirds of s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from sync.codec import Codec, ErrorFeedback, Float32, Sparse, Tensors, codec_named, with_state
+from sync.codec import Codec, Decoding, ErrorFeedback, Float32, Sparse, Tensors, codec_named, with_state
 from sync.layout import Vector
 from sync.mapped_files import release, windows
 from sync.policy import Contribution, Policy, StateAveraged, Values
@@ -36,11 +36,11 @@ from sync.robust import RobustMerge, robust_rule_named
 from sync.secure import PairMasks, SharedScale
 from sync.wan import ExchangeSettings, Guard, norm_of, significant
 
-__all__ = ["OwnUpdate", "Replica", "ReplicaState", "expanded", "fragment"]
+__all__ = ["WHOLE_MODEL", "OwnUpdate", "Replica", "ReplicaState", "expanded", "fragment"]
 
 _GUARD = "guard/"
 """Prefix, in the memory, of what the guard knows about a region's updates."""
-_WHOLE = "view/whole"
+WHOLE_MODEL = "view/whole"
 """Name, in the memory, of the model when it last held all updates of all merged rounds."""
 _SCALES = "secure/scales"
 """Name, in the memory, of the scales of masked updates."""
@@ -55,6 +55,8 @@ _PLAIN_ELEMENTS = 1 << 18
 """Coordinates of an update that are computed, hashed and written together: 1 MB, which stays in the CPU's cache."""
 _RELEASED_BLOCKS = 16
 """Blocks after which the pages of mapped updates are given back: 4 MB of float32. A choice."""
+_MOST_BLOCKS = 3 * _RELEASED_BLOCKS
+"""The same of all updates together, since after a cut very many are merged at once. A choice."""
 _CORRECTION_FRACTION = np.float32(0.5)
 """Fraction of the distance to the view that a correction covers, where updates are averaged; see above."""
 
@@ -98,9 +100,19 @@ class Replica:
     """The model of one region and its changes. Not thread-safe."""
 
     def __init__(
-        self, policy: Policy, exchange: ExchangeSettings, codec: Codec, state: ReplicaState, *, owned: bool = False
+        self,
+        policy: Policy,
+        exchange: ExchangeSettings,
+        codec: Codec,
+        state: ReplicaState,
+        *,
+        owned: bool = False,
+        aside: Callable[[Vector], Vector] = np.copy,
     ) -> None:
-        """``owned``: nothing else uses the model of the state, so its memory may take the next one."""
+        """
+        ``owned``: nothing else uses the model and the start of the state, so their memory may take the next ones.
+        ``aside``: copies a vector that is hardly ever read, to where it takes no memory that others lack.
+        """
         self._policy, self._exchange, self._guard = policy, exchange, Guard(exchange.guard)
         self._robust = (
             RobustMerge(
@@ -115,13 +127,12 @@ class Replica:
         self._feedback = ErrorFeedback(codec, state.residual)
         self._model, self._memory = state.model, dict(state.memory)
         self._start = state.start
-        self._begun: Vector | None = None
-        """Buffer of `start` where the workers continued from their own model; used again for the next round."""
-        self._models: list[Vector] = [state.model] if owned else []
-        """Buffers of the model; at most two, used alternately where the present one is needed after a merge."""
+        self._buffers = list({id(one): one for one in (state.model, state.start)}.values()) if owned else []
+        """Memory of the model and of `start`, which is used again: two vectors, or one where both are the same."""
+        self._aside = aside
         self._scales = self._memory.pop(_SCALES, None)
         """With secure aggregation: the scales of the next round's updates; None in the first round, and without."""
-        self._whole = self._memory.pop(_WHOLE, None)
+        self._whole = self._memory.pop(WHOLE_MODEL, None)
         """The model when it last held all updates of all merged rounds; None: it does now."""
         since, present = self._memory.pop(_SINCE, np.array([0, 1], np.float32))
         self._since = int(since)
@@ -145,7 +156,7 @@ class Replica:
         """The state to store in a checkpoint; it shares the memory of this replica."""
         memory = dict(self._memory)
         if self._whole is not None:
-            memory |= {_WHOLE: self._whole, _SINCE: np.array([self._since, self._present], np.float32)}
+            memory |= {WHOLE_MODEL: self._whole, _SINCE: np.array([self._since, self._present], np.float32)}
         if self._scales is not None:
             memory[_SCALES] = self._scales
         return ReplicaState(self._model, self._start, self._feedback.residual, memory)
@@ -161,9 +172,16 @@ class Replica:
         if not self._view_differs:
             return self._model
         view = np.empty_like(self._model)
-        for block in _blocks(view.size):
-            view[block] = self._view(block)
+        self._write_view(view)
         return view
+
+    def _write_view(self, out: Vector) -> None:
+        for block in self._blocks():
+            out[block] = self._view(block)
+
+    def _blocks(self) -> Iterator[slice]:
+        """Yield blocks of all coordinates, for which `_view` reads files a part at a time."""
+        return _read([] if self._whole is None else [self._whole], slice(0, self._model.size))
 
     @property
     def _view_differs(self) -> bool:
@@ -260,36 +278,37 @@ class Replica:
         residual = self._feedback.residual
         return scale.encode(end, self._start, residual, self.trained, self._scales, masks, sequence)
 
-    def account_sent(self, end: Vector | None, sent: Vector, part: slice) -> None:
+    def account_sent(self, end: Vector | None, sent: Vector | Decoding, part: slice) -> None:
         """Account for an update that is durable already, in place of `own_update`.
 
         ``end`` is the model that the round ended with. If it is lost (None), so is the residual of the round: the round
         counts as if its change had been exactly what was sent.
         """
         if end is not None and not self._keeps_own:
-            self._feedback.settle(end - self._start, sent, part)
+            self._feedback.settle(end, self._start, sent, part)
 
     def continue_from(self, end: Vector, correction: Vector | None) -> None:
         """Record that the workers begin a round from the model ``end`` of their last round, plus a correction."""
-        if self._begun is None:
-            self._begun = np.empty_like(self._model)
+        begun = self._start_buffer()
         read = (end,) if correction is None else (end, correction)
         for window in windows(end.size, *read):
             if correction is None:
-                self._begun[window] = end[window]
+                begun[window] = end[window]
             else:
-                np.add(end[window], correction[window], out=self._begun[window])
-        self._start = self._begun
+                np.add(end[window], correction[window], out=begun[window])
+        self._start = begun
 
     def restart(self) -> None:
         """Record that the workers begin the open round from the view."""
         if self._exchange.background and self.trained < self._model.size and not self._keeps_own:
             # The workers' untrained state jumps to the mean of all regions. The residual takes up the jump, so that
             # this region's updates still add up to its state.
-            jump = np.zeros_like(self._model)
-            jump[self.trained :] = (self._model - self._start)[self.trained :]
-            self._feedback.settle(jump, np.zeros_like(jump))
-        self._start = self.view
+            self._feedback.add(self._model, self._start, self.trained)
+        start = self._model
+        if self._view_differs:
+            start = self._start_buffer()
+            self._write_view(start)
+        self._start = start
 
     def correction(self) -> Vector:
         """Return all blocks of `correction_blocks`, shape (n,)."""
@@ -303,7 +322,7 @@ class Replica:
         region's running mean add up to its current value, and the model holds the mean of all regions' values.
         """
         held = np.empty(min(_BLOCK_ELEMENTS, self._model.size), np.float32)
-        for block in _blocks(self._model.size):
+        for block in self._blocks():
             correction = np.subtract(self._view(block), self._start[block], out=held[: block.stop - block.start])
             if self._policy.averages:
                 correction *= _CORRECTION_FRACTION
@@ -330,12 +349,15 @@ class Replica:
         does not judge this region's own update, because its workers have continued from it in any case. With a robust
         rule it does: all regions make the same merges, and corrections lead the workers back.
         """
-        before, in_place = self._model, self._merges_in_place(total is not None, lacking)
+        if lacking > 0.0 and self._whole is None:
+            self._whole = self._aside(self._model)
+        # A checkpoint that has to be written of the present model is written before.
+        in_place = total is None or self._model is not self._start
         total = None if self._robust is not None else total
         if contributions and contributions[-1].whole:
             self._model = self._model_buffer(in_place)
             self._model[...] = contributions[-1].delta
-            self._count(before, rounds, lacking)
+            self._count(rounds, lacking)
             return ()
         passed: list[Contribution] = []
         refused: list[tuple[str, str]] = []
@@ -346,9 +368,9 @@ class Replica:
                 continue
             # Only the norm of the trained coordinates counts: a counter of steps would outweigh all parameters.
             read = _values_of(contribution)
-            norm = norm_of(read[part] for part in _read([read], slice(0, min(self.trained, before.size))))
+            norm = norm_of(read[part] for part in _read([read], slice(0, min(self.trained, self._model.size))))
             why, known = self._guard.judge(contribution.region, norm, {**self._memory, **judged}, contribution.rounds)
-            states = (read[part] for part in _read([read], slice(self.trained, before.size)))
+            states = (read[part] for part in _read([read], slice(self.trained, self._model.size)))
             why = why or ("" if all(np.isfinite(state).all() for state in states) else "it is not finite")
             judged[f"{_GUARD}{contribution.region}"] = known
             if why:
@@ -363,7 +385,7 @@ class Replica:
         if passed:
             self._model, memory = self._merged(passed, memory, total, in_place)
         self._memory = {**memory, **of_regions}
-        self._count(before, rounds, lacking)
+        self._count(rounds, lacking)
         return tuple(refused)
 
     def merge_masked(self, updates: Sequence[Tensors], scale: SharedScale) -> None:
@@ -402,32 +424,31 @@ class Replica:
                 made[name][head] = vector
         return out, made
 
-    def _merges_in_place(self, background: bool, lacking: float) -> bool:
-        """Whether nothing needs the present model after the next merge. A checkpoint that has to be written of it is
-        written before."""
-        if lacking > 0.0 and self._whole is None:
-            return False
-        return not background or all(self._model is not other for other in (self._start, self._whole))
-
     def _model_buffer(self, in_place: bool) -> Vector:
         """Return memory for the next model. ``in_place``: nothing needs the present one any longer than a merge does,
         which reads each block before it writes it."""
-        if in_place and any(self._model is one for one in self._models):
-            return self._model
-        used = (self._model, self._start, self._whole)
-        for model in self._models:
-            if not any(model is one for one in used):
-                return model
-        self._models = [*self._models[-1:], np.empty_like(self._model)]
-        return self._models[-1]
+        return self._model if in_place and self._is_own(self._model) else self._spare_buffer()
 
-    def _count(self, before: Vector, rounds: int, lacking: float) -> None:
+    def _start_buffer(self) -> Vector:
+        """Return memory for the next `start`, which may be that of the present one."""
+        own = self._start is not self._model and self._is_own(self._start)
+        return self._start if own else self._spare_buffer()
+
+    def _spare_buffer(self) -> Vector:
+        for buffer in self._buffers:
+            if buffer is not self._model and buffer is not self._start:
+                return buffer
+        self._buffers.append(np.empty_like(self._model))
+        return self._buffers[-1]
+
+    def _is_own(self, vector: Vector) -> bool:
+        return any(vector is buffer for buffer in self._buffers)
+
+    def _count(self, rounds: int, lacking: float) -> None:
         """Update the fraction of merged weight since the model last held all updates; see `merge`."""
         if lacking <= 0.0:
             self._whole, self._since, self._present = None, 0, np.float32(1.0)
             return
-        if self._whole is None:
-            self._whole = before
         self._since += rounds
         self._present = np.float32(max(1.0 - lacking / max(self._since, 1), _MIN_PRESENT))
 
@@ -448,16 +469,12 @@ def _values_of(contribution: Contribution) -> Vector | Values:
 
 def _read(values: Sequence[Vector | Values], part: slice) -> Iterator[slice]:
     """Yield the blocks of a part, and free the memory of what was read of mapped files from time to time."""
+    every = max(1, min(_RELEASED_BLOCKS, _MOST_BLOCKS // max(1, len(values))))
     for number, block in enumerate(_blocks(part.stop - part.start), 1):
         yield slice(part.start + block.start, part.start + block.stop)
-        if number % _RELEASED_BLOCKS == 0:
-            _release(values)
-    _release(values)
-
-
-def _release(values: Sequence[Vector | Values]) -> None:
-    for one in values:
-        release(one) if isinstance(one, np.ndarray) else one.release()
+        if number % every == 0:
+            release(*values)
+    release(*values)
 
 
 def expanded(delta: Vector, part: slice, size: int) -> Vector:

@@ -45,6 +45,7 @@ import hashlib
 import json
 import logging
 import math
+import mmap
 import os
 import shutil
 import zlib
@@ -66,7 +67,7 @@ from sync import framing
 from sync.channel_clients import BufferPool
 from sync.file_transfer.manifest import Manifest
 from sync.layout import Layout, Vector
-from sync.mapped_files import map_file
+from sync.mapped_files import map_file, pieces_of, windows
 from sync.ps.config import OWN_MODEL
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreMetrics
 from sync.ps.core.machine import Recovered, Setup
@@ -80,7 +81,7 @@ from sync.ps.execution.checkpoint_file import (
 )
 from sync.ps.execution.frames import check_received
 from sync.ps.execution.records import Entry, entry_of, metrics_of, stored_manifests
-from sync.ps.execution.replica import ReplicaState
+from sync.ps.execution.replica import WHOLE_MODEL, ReplicaState
 
 __all__ = ["Storage"]
 
@@ -187,14 +188,18 @@ class Storage:
     def _of_checkpoint(
         self, base: Recovered, frame: framing.Frame, version: int, marks: dict[str, int]
     ) -> tuple[Recovered, ReplicaState]:
-        facts, model = frame.facts, np.array(frame.tensors["model"], np.float32)
-        remembered = {name: frame.tensors[name] for name in frame.tensors if name.startswith(_MEMORY)}
+        facts, model = frame.facts, _in_memory(frame.tensors["model"])
+        remembered = {
+            name.removeprefix(_MEMORY): np.asarray(array, np.float32)
+            for name, array in frame.tensors.items()
+            if name.startswith(_MEMORY)
+        }
         sequence = int(facts["sequence"])
         replica_state = ReplicaState(
             model,
-            np.array(frame.tensors["start"], np.float32) if "start" in frame.tensors else model,
-            np.array(frame.tensors["residual"], np.float32) if "residual" in frame.tensors else None,
-            {name.removeprefix(_MEMORY): np.array(v, np.float32) for name, v in remembered.items()},
+            _in_memory(frame.tensors["start"]) if "start" in frame.tensors else model,
+            _in_memory(frame.tensors["residual"]) if "residual" in frame.tensors else None,
+            {n: self.aside(vector) if n == WHOLE_MODEL else _in_memory(vector) for n, vector in remembered.items()},
         )
         recovered = replace(
             base,
@@ -281,6 +286,22 @@ class Storage:
         self.keep_checkpoint(ReplicaState(model, model, None, memory), apply)
         self.mark()
 
+    def aside(self, vector: Vector) -> Vector:
+        """Return a copy of a vector, shape (n,), for reading a part at a time: a large one in a file that has no name,
+        whose pages the system can write and drop, or in memory where the disk has no space for it."""
+        if vector.nbytes < checkpoint_file.DIRECT_BYTES:
+            return vector.copy()
+        path = self.folder / ".aside"
+        try:
+            with path.open("w+b") as file:
+                path.unlink()
+                file.writelines(pieces_of(vector))
+                file.flush()
+                return np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.float32)
+        except OSError as error:
+            _log.warning("no file for a copy of the model, which is in memory instead: %s", error)
+            return vector.copy()
+
     def keep_layout(self, layout: Layout) -> None:
         """Store the layout. Of one that is stored already, only digests of the base may be completed."""
         if self.layout != layout:
@@ -309,9 +330,9 @@ class Storage:
                 write_durably(kept.with_suffix(".json"), [json.dumps(facts, indent=1).encode()])
             raise
 
-    def keep_own_model(self, file: bytes) -> None:
-        """Keep the region's own model, a safetensors file, in place of the one before."""
-        write_durably(self.folder / OWN_MODEL, [file])
+    def keep_own_model(self, file: Sequence[framing.Buffer]) -> None:
+        """Keep the region's own model, the pieces of a safetensors file, in place of the one before."""
+        write_durably(self.folder / OWN_MODEL, file)
 
     def keep_metrics(self, metrics: StoreMetrics) -> None:
         """Make the metrics of an evaluation durable, in place of those before."""
@@ -331,10 +352,11 @@ class Storage:
             (self.folder / f"round-{old}.frame").unlink(missing_ok=True)
 
     def model_of(self, sequence: int) -> Vector | None:
-        """Return the model of an evaluated round, shape (n,), or None if it is not here (any more)."""
+        """Return the model of an evaluated round, shape (n,), mapped from its file, or None if it is not here (any
+        more)."""
         with contextlib.suppress(FileNotFoundError, GeofedError, KeyError, ValueError):
             frame = framing.decode(map_file(self.folder / f"round-{sequence}.frame"))
-            model = np.array(frame.tensors["model"], np.float32)
+            model = np.asarray(frame.tensors["model"], np.float32)
             return model if frame.facts["crc"] == checksum({"model": model}) else None
         return None
 
@@ -396,7 +418,7 @@ class Storage:
         with contextlib.suppress(FileNotFoundError):
             tensors = framing.decode(map_file(self.folder / f"residual-{sequence}.frame")).tensors
             if np.asarray(tensors[_BOOT], np.uint8).tobytes() == _boot_id():
-                return np.array(tensors["residual"], np.float32)
+                return _in_memory(tensors["residual"])
         return None
 
     def keep_checkpoint(
@@ -564,7 +586,7 @@ class Storage:
         """
         data, key = map_file(self.path_of(manifest)), _key_of(manifest)
         if key not in self._hashed:
-            if framing.digest_of([data]) != manifest.digest:
+            if framing.digest_of(pieces_of(data)) != manifest.digest:
                 text = f"update {manifest.sequence} of {manifest.region} was damaged on disk"
                 raise GeofedError("STATE_INVALID", text)
             self._hashed.add(key)
@@ -592,6 +614,14 @@ class Storage:
     @staticmethod
     def _keep_manifest(path: Path, manifest: Manifest) -> None:
         write_durably(path, [json.dumps(asdict(manifest)).encode()])
+
+
+def _in_memory(array: framing.Array) -> Vector:
+    """Return a copy of a vector of a mapped file, which is read a part at a time."""
+    vector = np.empty(array.size, np.float32)
+    for window in windows(array.size, array):
+        vector[window] = array[window]
+    return vector
 
 
 def _boot_id() -> bytes:
