@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor import config
 
 from geofed_pb.errors import GeofedError
 
@@ -34,6 +35,10 @@ def check_compiler(folder: Path, where: torch.device) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     # One thread of this process: a pool of processes would outlive the call, and count for the worker's memory.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    # Any compiler of C++17 knows AVX2 and AVX-512. For each of them torch would compile a program and load it in a
+    # process of its own: 9 s of processor time. Torch has read the variable already; further ranks read it.
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+    config.cpp.vec_isa_ok = True
     sample = torch.ones(8, device=where, requires_grad=True)
     try:
         torch.compile(_small)(sample).backward()  # type: ignore[no-untyped-call]

@@ -173,12 +173,11 @@ class Engine:
     def watch_times(self) -> None:
         """Note what the workers stand still for, if they do, after a change."""
         machine, still = self.machine, self.standstill
-        progress = machine.progress
-        stands_still = progress.phase == "exchanging"
+        stands_still = machine.phase == "exchanging"
         still.seen(time.monotonic(), stands_still, waits=stands_still and waits_only(machine, self.arriving()))
-        if progress.sequence != self._timed:
+        if machine.reached != self._timed:
             # All of one round, whenever it is read.
-            self._timed = progress.sequence
+            self._timed = machine.reached
             self.times = {
                 "compute": machine.compute_seconds,
                 "merge": machine.merge_seconds,

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from support.exchange_in_process import Federation
 from support.jobs import worker_in_process
 
@@ -18,7 +16,8 @@ from control_plane.spec import load
 from deploy import templates
 from region_agent.worker import loop
 
-# Of peft, which uses what transformers deprecates.
+# Of peft, which uses what transformers deprecates. Both are imported by the tests: it takes 3 s of every process that
+# collects this module.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 TASK = (Path(str(templates.__path__[0])) / "llm-lora" / "peft_task.py").read_text()
@@ -29,6 +28,8 @@ STEPS, ROUNDS = 4, 3
 
 def _folder(place: Path) -> Path:
     """A model as its maker has stored it."""
+    import transformers
+
     torch.manual_seed(9)
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
@@ -75,6 +76,9 @@ def test_peft_loads_what_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyP
     exec(TASK, names)
     own = names["model"]({**config, "folder": str(place)})
     own.load_state_dict(safetensors.torch.load_file(whole), strict=False)
+    import peft
+    import transformers
+
     plain = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
     tokens = torch.frombuffer(bytearray(TEXT[:24].encode()), dtype=torch.uint8).long()[None]

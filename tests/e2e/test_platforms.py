@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from support import failures, warm_functions
-from support.running import Federation, Running, check_succeeded, digits_sites, eventually, named
+from support.running import UNHURRIED, Federation, Running, check_succeeded, digits_sites, eventually, named
 from support.stores import BUCKET, s3_server
 
 from tests.e2e.conftest import STORE_PRICES
@@ -135,8 +135,8 @@ def test_two_regions_train_in_one_cluster_over_an_eviction(cluster: Any, tmp_pat
         site.config["secrets"] = {"token": {"file": str(tmp_path / f"{site.name}.token")}}
     with Federation(tmp_path / "federation", sites) as federation:
         running = Running(federation, tmp_path)
-        settings = "train.workers=2", "train.end.epochs=40", "wan.interval=20", "task.secrets=[token]"
-        job = running.submit(*settings, task=named("reads a secret in a cluster") + READS)
+        settings = "train.workers=2", "train.end.epochs=16", "wan.interval=20", "task.secrets=[token]"
+        job = running.submit(*settings, task=UNHURRIED + READS)
         running.wait_round(job, 1)
         jobs = cluster.of_kind("jobs")
         labels = [one["metadata"]["labels"] for one in jobs]
@@ -200,8 +200,8 @@ def test_two_regions_train_in_functions_of_aws_over_a_killed_invocation(function
         site.config["secrets"] = {"token": {"file": str(tmp_path / f"{site.name}.token")}}
     with Federation(tmp_path / "federation", sites) as federation:
         running = Running(federation, tmp_path)
-        settings = "train.workers=2", "train.end.epochs=40", "wan.interval=20", "task.secrets=[token]", MEMORY
-        job = running.submit(*settings, task=named("reads a secret in a function") + READS)
+        settings = "train.workers=2", "train.end.epochs=16", "wan.interval=20", "task.secrets=[token]", MEMORY
+        job = running.submit(*settings, task=UNHURRIED + READS)
         running.wait_round(job, 1)
         # One function in each region, and an invocation of it for each worker.
         of_region = {one.tags["geofed.region"]: name for name, one in functions.functions.items()}

@@ -21,7 +21,7 @@ UNREACHED = ("train.end.goal={metric: loss, atMost: 0.0001}", "train.evaluateEve
 
 @pytest.mark.parametrize("policy", ["asgd", "asgd-ga", "asp", "bsp"])
 def test_a_job_exchanges_by_a_published_policy(policy: str, running: Running) -> None:
-    ended = running.wait_end(running.submit("train.workers=1", *FEW, "train.end.epochs=2", f"wan.policy={policy}"))
+    ended = running.wait_end(running.submit("train.workers=1", *FEW, "train.end.epochs=1", f"wan.policy={policy}"))
     check_succeeded(ended, accuracy=0.0)
     plan, result = ended["plan"], ended["result"]
     assert plan["wan_policy"] == policy

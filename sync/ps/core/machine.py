@@ -247,11 +247,21 @@ class Machine(abc.ABC):
         return self._complete and self._metrics is not None and self._metrics.sequence == self._sequence
 
     @property
+    def phase(self) -> str:
+        """The phase of `progress`, which takes a fraction of its time."""
+        return self._phase()
+
+    @property
+    def reached(self) -> int:
+        """The round of `progress`."""
+        return max(0, self._reached)
+
+    @property
     def progress(self) -> Progress:
         """The progress to report."""
         metrics = self._metrics
         return Progress(
-            phase=self._phase(),
+            phase=self.phase,
             condition=self._failure.text
             if self._failure is not None
             else _STATE_LOST
@@ -259,7 +269,7 @@ class Machine(abc.ABC):
             else "; ".join(text for text in (self._condition(), self._early_text()) if text),
             epoch=self.epoch,
             attempt=self.attempt,
-            sequence=max(0, self._reached),
+            sequence=self.reached,
             # Steps that were made before the end of the last round was known are in no round.
             step=self._open_step if self._complete else max(self._step, self._live_step),
             samples=self._samples,
