@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor import config
 
 from geofed_pb.errors import GeofedError
 
@@ -33,6 +32,8 @@ def check_compiler(folder: Path, where: torch.device) -> None:
     first call of a model need not take again. Raises ``GeofedError("TASK_FAILED")``.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    from torch._inductor import config  # takes a second, which only jobs with `train.compile` should need
+
     # One thread of this process: a pool of processes would outlive the call, and count for the worker's memory.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     # Any compiler of C++17 knows AVX2 and AVX-512. For each of them torch would compile a program and load it in a
