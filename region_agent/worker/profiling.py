@@ -43,7 +43,7 @@ _REPEATS = 5
 """Steps measured for each batch; the first one is not counted."""
 _CLIENTS_SHARE = 8
 """Part of the time left, as a divisor, for the clients of one batch; the noise scale takes most of the rest."""
-_MAX_PACE_STEPS = 100
+_MAX_PACE_STEPS = 200
 """Most steps of one batch in measure "pace"; more would not make the result of a quick task better."""
 _SMALLEST_BATCH = 2
 """Samples of the smallest batch that is measured where the job's is larger: BatchNorm cannot be trained with one."""
