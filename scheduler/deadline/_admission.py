@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler.deadline._gang_simulation import previous_schedule, reserved_levels, simulate_gangs, with_schedule
+from scheduler.deadline._ledger import WorkerLedger
 from scheduler.deadline._model import DeviceCapacity, Overhead, Rules
-from scheduler.deadline._reservations import Gang, Reservation, WorkerLedger
+from scheduler.deadline._reservations import Gang, Reservation
 from scheduler.deadline._schedule_simulation import Placement, SimulatedSchedule
 
 __all__ = ["LIVE", "Allotment", "Offer", "allot", "offer", "promised_at_once"]
@@ -102,15 +104,20 @@ def _shared_out(
     rules: Rules,
     before: Mapping[str, Reservation] | None,
     placement: Placement | None,
+    promised: tuple[WorkerLedger, Mapping[str, Reservation]] | None = None,
 ) -> tuple[dict[str, int], Mapping[str, Reservation], SimulatedSchedule]:
-    """Return the present paces, what is held, and the schedule with the fewest late gangs."""
+    """Return the present paces, what is held, and the schedule with the fewest late gangs.
+
+    ``promised``: what ``_promises`` returns for these gangs; its ledger is changed.
+    """
     gangs = [gang.lasting() for gang in gangs]
     best: tuple[dict[str, int], Mapping[str, Reservation], SimulatedSchedule] | None = None
     tight: dict[str, float] = {}
     held: Mapping[str, Reservation] = {}
     for _ in range(1 + (_ROUNDS if len(gangs) <= _REPAIRED else 0)):
         waiting = [_sooner(gang.waiting(now), tight) for gang in gangs]
-        ledger, held = _promises(now, capacities, waiting, rules, before)
+        ledger, held = promised or _promises(now, capacities, waiting, rules, before)
+        promised = None
         paces, free = {gang.name: held[gang.name].now if gang.name in held else -1 for gang in gangs}, ledger.free_now()
         _begin(waiting, paces, free, ledger, rules, capacities)
         plans = {name: reserved_levels(holding) for name, holding in held.items()}
@@ -160,21 +167,25 @@ def offer(
     It can only if the answer of ``allot`` with the new gang makes no job late that is not late without it.
     """
     waiting = [gang.lasting().waiting(now) for gang in gangs]
-    left, held = _promises(now, capacities, waiting, rules, before)
+    asked = [replace(new, deadline_s=deadline_s) for deadline_s in (new.deadline_s, *new.later)]
+    begun, whole = _attempts_before(now, capacities, waiting, asked if new.held < 0 else [], rules)
+    left, held = _promises(now, capacities, waiting, rules, before, begun=whole)
     late: frozenset[str] | None = None
     over_quota = False
-    for deadline_s in (new.deadline_s, *new.later):
-        asked = replace(new, deadline_s=deadline_s)
-        after = _with(now, capacities, waiting, asked, rules, left, held)
-        if after is None or (over_quota := _over_quota([*gangs, asked], after, new.user, rules)):
+    for one in asked:
+        start = begun.get(one.deadline_s)
+        after = _with(now, capacities, waiting, one, rules, left, held, start)
+        if after is None or (over_quota := _over_quota([*gangs, one], after, new.user, rules)):
             continue
-        _, after, schedule = _shared_out(now, capacities, [*gangs, asked], rules, before, placement)
-        if over_quota := _over_quota([*gangs, asked], after, new.user, rules):
+        promised = _promises(now, capacities, [*waiting, one.lasting().waiting(now)], rules, before, begun=start)
+        _, after, schedule = _shared_out(now, capacities, [*gangs, one], rules, before, placement, promised)
+        if over_quota := _over_quota([*gangs, one], after, new.user, rules):
             continue
         if not schedule.holds and late is None:
-            late = frozenset(_shared_out(now, capacities, gangs, rules, before, placement)[2].late)
+            without = _shared_out(now, capacities, gangs, rules, before, placement, (left.copy(), held))
+            late = frozenset(without[2].late)
         if schedule.fits and schedule.late.keys() <= (late or frozenset()):
-            return Offer(deadline_s, after[new.name].end_s, held=with_schedule(after, schedule, [*gangs, asked]))
+            return Offer(one.deadline_s, after[new.name].end_s, held=with_schedule(after, schedule, [*gangs, one]))
     soonest = left.soonest(new, rules).end_s
     margin = rules.reserve_s + (soonest - now + _pause(new, rules)) / (1.0 - rules.margin)
     return Offer(None, now + margin if math.isfinite(soonest) else math.inf, over_quota)
@@ -188,13 +199,14 @@ def _with(
     rules: Rules,
     left: WorkerLedger,
     held: Mapping[str, Reservation],
+    begun: _Attempt | None,
 ) -> Mapping[str, Reservation] | None:
     """Return what all hold with the new gang; None if it does not fit, or another would be late for it."""
     margin, reserve_s = _care(rules, is_new=True)
     found = left.copy().least(new, new.deadline_s - reserve_s, rules, margin)
     if found is not None:
         return {**held, new.name: found}
-    _, after = _promises(now, capacities, [*gangs, new], rules, None, new.name)
+    _, after = _promises(now, capacities, [*gangs, new], rules, None, new.name, begun)
     return after if not after[new.name].late and _broken(after) <= _broken(held) else None
 
 
@@ -233,6 +245,72 @@ def promised_at_once(gangs: Sequence[Gang], held: Mapping[str, Reservation], use
     return most
 
 
+@dataclass
+class _Attempt:
+    """What the first gangs with a deadline hold, in the order of deadlines."""
+
+    count: int
+    """Number of these gangs; those that are not asked are not counted."""
+    ledger: WorkerLedger
+    held: dict[str, Reservation]
+    missing: list[Gang]
+    """Those that did not fit."""
+
+    def copy(self) -> _Attempt:
+        return _Attempt(self.count, self.ledger.copy(), dict(self.held), list(self.missing))
+
+    def add(
+        self, gangs: Sequence[Gang], rules: Rules, new: str = "", *, lean: bool = False, careful: bool = True
+    ) -> None:
+        """Hold what further gangs need, each after those before it."""
+        for gang in gangs:
+            is_new = gang.name == new
+            margin, reserve_s = _care(rules, is_new=is_new) if careful or is_new else (0.0, 0.0)
+            found = self.ledger.least(gang, gang.deadline_s - reserve_s, rules, margin, lean=lean)
+            if found is None and not is_new:
+                found = self.ledger.least(gang, gang.deadline_s, rules, 0.0, lean=lean)
+            if found is None:
+                self.missing.append(gang)
+            else:
+                self.held[gang.name] = found
+        self.count += len(gangs)
+
+
+def _turn(gang: Gang) -> tuple[float, float, float, str]:
+    return gang.deadline_s, -gang.value, gang.since_s, gang.name
+
+
+def _asking(
+    now: float, capacities: Mapping[str, DeviceCapacity], gangs: Sequence[Gang]
+) -> tuple[_Attempt, Sequence[Gang]]:
+    """Return what is held by gangs that are not asked, since they cannot change, and those that are, in their order."""
+    empty = WorkerLedger(now, capacities)
+    kept = empty.keep(gang for gang in gangs if gang.fixed and gang.held >= 0)
+    asking = sorted((gang for gang in gangs if not gang.best_effort and gang.name not in kept), key=_turn)
+    return _Attempt(0, empty, kept, []), asking
+
+
+def _attempts_before(
+    now: float,
+    capacities: Mapping[str, DeviceCapacity],
+    gangs: Sequence[Gang],
+    new: Sequence[Gang],
+    rules: Rules,
+) -> tuple[Mapping[float, _Attempt], _Attempt]:
+    """Return the first attempt without the new gangs, and by deadline of these what it is before it is their turn.
+
+    Up to there an attempt with one of them is the same.
+    """
+    attempt, asking = _asking(now, capacities, gangs)
+    turns = [_turn(gang) for gang in asking]
+    before = {}
+    for one in sorted(new, key=_turn):
+        attempt.add(asking[attempt.count : bisect_right(turns, _turn(one))], rules)
+        before[one.deadline_s] = attempt.copy()
+    attempt.add(asking[attempt.count :], rules)
+    return before, attempt
+
+
 def _promises(
     now: float,
     capacities: Mapping[str, DeviceCapacity],
@@ -240,41 +318,35 @@ def _promises(
     rules: Rules,
     before: Mapping[str, Reservation] | None,
     new: str = "",
+    begun: _Attempt | None = None,
 ) -> tuple[WorkerLedger, dict[str, Reservation]]:
-    """Return what all jobs with a deadline hold, and what is then free; ``new`` needs the margin of a new promise."""
-    empty = WorkerLedger(now, capacities)
-    kept = empty.keep(gang for gang in gangs if gang.fixed and gang.held >= 0)
-    asking = [gang for gang in gangs if not gang.best_effort and gang.name not in kept]
-    asking.sort(key=lambda gang: (gang.deadline_s, -gang.value, gang.since_s, gang.name))
+    """Return what all jobs with a deadline hold, and what is then free; ``new`` needs the margin of a new promise.
+
+    ``begun``: a part of the first attempt.
+    """
+    empty, asking = _asking(now, capacities, gangs)
     first: list[Gang] = []
-    best: tuple[int, WorkerLedger, dict[str, Reservation]] | None = None
+    best: _Attempt | None = None
     for lean, careful in _TRIES:
+        attempt = (begun or empty).copy()
+        begun = None
         order = [*first, *(gang for gang in asking if gang not in first)]
-        ledger, held, missing = empty.copy(), dict(kept), []
         if best is not None and before:
             # What was held before continues, as far as it can; the others come after it.
-            order = _again(ledger, order, held, before, rules)
+            order = _again(attempt.ledger, order, attempt.held, before, rules)
             before = None
-        for gang in order:
-            is_new = gang.name == new
-            margin, reserve_s = _care(rules, is_new=is_new) if careful or is_new else (0.0, 0.0)
-            found = ledger.least(gang, gang.deadline_s - reserve_s, rules, margin, lean=lean)
-            if found is None and not is_new:
-                found = ledger.least(gang, gang.deadline_s, rules, 0.0, lean=lean)
-            if found is None:
-                missing.append(gang)
-            else:
-                held[gang.name] = found
+        attempt.add(order[attempt.count :], rules, new, lean=lean, careful=careful)
+        missing = attempt.missing
         # The most valuable of those that cannot be kept gets what there is first.
         for gang in sorted(missing, key=lambda gang: (-gang.value, gang.deadline_s)):
-            held[gang.name] = ledger.all_there_is(gang, rules)
-        if best is None or len(missing) < best[0]:
-            best = len(missing), ledger, held
+            attempt.held[gang.name] = attempt.ledger.all_there_is(gang, rules)
+        if best is None or len(missing) < len(best.missing):
+            best = attempt
         if not missing or len(asking) > _MAX_REORDERED_JOBS:
             break
         first = [*missing, *(gang for gang in first if gang not in missing)] if lean else []
     assert best is not None
-    return best[1], best[2]
+    return best.ledger, best.held
 
 
 def _again(
@@ -354,7 +426,7 @@ def _begins_now(gang: Gang, ledger: WorkerLedger, rules: Rules) -> bool:
     found = tried.stretch(gang, rules)
     if found is None or found.now < 0:
         return False
-    ledger.times, ledger.free = tried.times, tried.free
+    ledger.become(tried)
     return True
 
 

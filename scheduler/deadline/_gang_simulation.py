@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 from scheduler.deadline._model import DeviceCapacity, Rules
 from scheduler.deadline._reservations import Gang, Reservation
@@ -50,20 +51,19 @@ def simulate_gangs(
     )
     scheduled, rows = [], {row: number for number, row in enumerate(capacities)}
     for gang in gangs:
-        rates = (0.0, *(pace.rate for pace in gang.paces))
-        needs = tuple(
-            tuple((rows[row], count) for row, count in gang.needs(pace).items() if row in rows)
-            for pace in range(-1, len(gang.paces))
-        )
+        rates, needs = (0.0, *(pace.rate for pace in gang.paces)), cache(partial(_needs, gang, rows))
         plan = plans.get(gang.name, ())
         scheduled.append(
             ScheduledJob(
-                gang.name, gang.work, gang.deadline_s, gang.held + 1, gang.ready_s, plan, rates.__getitem__,
-                needs.__getitem__,
+                gang.name, gang.work, gang.deadline_s, gang.held + 1, gang.ready_s, plan, rates.__getitem__, needs
             )
-        )  # fmt: skip
+        )
     chosen = {name: pace + 1 for name, pace in paces.items()}
     return simulate_schedule(now, capacity_steps, scheduled, chosen, rules.overhead, placement)
+
+
+def _needs(gang: Gang, rows: Mapping[str, int], level: int) -> Sequence[tuple[int, int]]:
+    return [(rows[row], count) for row, count in gang.needs(level - 1).items() if row in rows]
 
 
 def _devices_at(capacity: DeviceCapacity, at: float) -> int:

@@ -139,6 +139,14 @@ class _ScheduleSimulation:
         self.end = [math.nan] * count
         """Ends on the clock that pauses of all jobs stop; nan: the job does not run now."""
         self.done = [math.inf] * count
+        self.planned = [0] * count
+        """Level that each job has reserved now."""
+        self.steps_to_come = sorted(
+            ((at, number, place) for number, job in enumerate(jobs) for place, (at, _) in enumerate(job.plan)),
+            reverse=True,
+        )
+        self.above: set[int] = set()
+        """Jobs whose level is above their plan."""
         self.version = [0] * count
         """Numbers of changes, by which outdated entries of the queues are recognised."""
         self.steps: list[list[tuple[float, int]]] = [[] for _ in jobs]
@@ -166,6 +174,7 @@ class _ScheduleSimulation:
         self._change(wanted)
         self.started = True
         for number in range(len(self.jobs)):
+            self._compare_with_plan(number)
             if not self.steps[number]:
                 self.steps[number].append((self.now, self.level[number]))
                 self._queue_increase(number)
@@ -231,6 +240,7 @@ class _ScheduleSimulation:
         job = self.jobs[number]
         self.version[number] += 1
         self.done[number] = at
+        self.above.discard(number)
         for region, count in job.need(self.level[number]):
             self.free[region] += count
         if self.placement is not None:
@@ -238,14 +248,18 @@ class _ScheduleSimulation:
 
     # --- changes
 
-    def _planned(self, number: int) -> int:
-        """Return the level that a job has reserved now."""
-        found = 0
-        for since_s, level in self.jobs[number].plan:
-            if since_s > self.now + _SAME_S:
-                break
-            found = level
-        return found
+    def _follow_plans(self) -> None:
+        """Take the plans' steps up to now."""
+        while self.steps_to_come and self.steps_to_come[-1][0] <= self.now + _SAME_S:
+            _, number, place = self.steps_to_come.pop()
+            self.planned[number] = self.jobs[number].plan[place][1]
+            self._compare_with_plan(number)
+
+    def _compare_with_plan(self, number: int) -> None:
+        if self.level[number] > self.planned[number] and math.isinf(self.done[number]):
+            self.above.add(number)
+        else:
+            self.above.discard(number)
 
     def _queue_increase(self, number: int, *, later: bool = False) -> None:
         """Queue the next increase by a job's plan; `later`: the devices that the plan gives now are not available."""
@@ -266,12 +280,13 @@ class _ScheduleSimulation:
             self.free = [free + new - old for free, new, old in zip(self.free, devices, before, strict=True)]
         if min(self.free, default=0) < 0:
             self.fits = self._free_devices(wanted) and self.fits
+        self._follow_plans()
         increasing = {number for number, version in self.blocked if version == self.version[number]}
         self.blocked = []
         while self._due(self.increases) <= at + _SAME_S:
             increasing.add(heappop(self.increases)[1])
         for number in sorted(increasing, key=lambda number: (self.jobs[number].deadline_s, number)):
-            have, level = wanted.get(number, self.level[number]), self._planned(number)
+            have, level = wanted.get(number, self.level[number]), self.planned[number]
             if level <= have:
                 if number not in wanted:
                     self._queue_increase(number)
@@ -334,6 +349,7 @@ class _ScheduleSimulation:
         if level != self.level[number] or not self.steps[number]:
             self.level[number] = level
             self.steps[number].append((self.now, level))
+            self._compare_with_plan(number)
 
     def _take(self, number: int, before: int, after: int) -> None:
         if before == after:
@@ -349,11 +365,12 @@ class _ScheduleSimulation:
 
     def _free_devices(self, wanted: dict[int, int]) -> bool:
         """Decrease levels that are above their plans, as few as needed; return whether that is enough."""
+        self._follow_plans()
         spare = [
-            (math.isfinite(job.deadline_s), number, planned)
-            for number, job in enumerate(self.jobs)
+            (math.isfinite(self.jobs[number].deadline_s), number, planned)
+            for number in sorted(self.above.union(wanted))
             if math.isinf(self.done[number])
-            and wanted.get(number, self.level[number]) > (planned := self._planned(number))
+            and wanted.get(number, self.level[number]) > (planned := self.planned[number])
         ]
         while spare and min(self.free) < 0:
             spare.sort(key=lambda entry: self._decrease_order(entry, wanted))

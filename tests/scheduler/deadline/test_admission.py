@@ -23,6 +23,7 @@ from scheduler.deadline import (
     offer,
     promised_at_once,
 )
+from scheduler.deadline._ledger import WorkerLedger
 
 REGIONS = ("east", "west")
 EXACT = Rules(Overhead(base_s=0.0, doubling_s=0.0), margin=0.0, kept_margin=0.0)
@@ -370,6 +371,11 @@ def test_what_was_held_is_read_in_workers_not_in_indices() -> None:
     assert now == Reservation((0.0, 5.0, 40.0), (0, 1), schedule=((0.0, 0), (5.0, 1), (9.0, -1)), ladder=others)
     assert held.on(replace(job, paces=others[1:])) is None, "2 are too few for the slowest"
     assert replace(held, ladder=()).on(job) is None
+
+
+def test_nothing_held_for_ever_does_no_work() -> None:
+    ledger, waiting = WorkerLedger(0.0, room(east=1)), gang("a", deadline_s=200.0, regions=["east"])
+    assert ledger.again(waiting, Reservation((0.0, math.inf), (-1,), ladder=waiting.paces), EXACT) is None
 
 
 def test_what_is_fixed_and_runs_stays_whatever_its_schedule_was() -> None:
