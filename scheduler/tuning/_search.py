@@ -87,14 +87,12 @@ class StepChoices:
         the least USD of all before it is kept for each size of memory.
         """
         computed = step_seconds(compute, batch, self.sizes_mb)[self.level]
-        there = self._filled & (needed_mb(memory, batch, self.model_bytes, self._owned) <= self.sizes_mb[self.level])
-        rows, columns = there.shape
-        first = np.arange(0, rows * columns, columns)[:, None]
+        there = self._filled & (needed_mb(memory, batch, self.model_bytes, self._owned) <= self._size_mb)
         # Places in the columns' memory, which is indexed faster so.
-        order = first + np.where(there, computed + self.merge_seconds, np.inf).argsort(axis=-1, kind="stable")
+        order = self._first + np.where(there, computed + self.merge_seconds, np.inf).argsort(axis=-1, kind="stable")
         paid, level = np.where(there, self.usd, np.inf).take(order), self.level.take(order)
         up_to = np.where(level <= np.arange(len(self.sizes_mb))[:, None, None], paid, np.inf)
-        same = level[:, 1:] * (rows * columns) + first + np.arange(columns - 1)
+        same = level[:, 1:] * level.size + self._first + np.arange(level.shape[1] - 1)
         found = there.take(order)
         found[:, 1:] &= np.minimum.accumulate(up_to, axis=-1).take(same) > paid[:, 1:]
         at = order[found]
@@ -106,6 +104,16 @@ class StepChoices:
     @cached_property
     def _filled(self) -> npt.NDArray[np.bool_]:
         return self.usd < np.inf
+
+    @cached_property
+    def _size_mb(self) -> npt.NDArray[np.float64]:
+        return self.sizes_mb[self.level]
+
+    @cached_property
+    def _first(self) -> npt.NDArray[np.int64]:
+        """Place of each row's first."""
+        rows, columns = self.usd.shape
+        return np.arange(0, rows * columns, columns)[:, None]
 
     @cached_property
     def _owned(self) -> npt.NDArray[np.float64]:
