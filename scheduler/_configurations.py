@@ -334,8 +334,8 @@ def _unmeasured(
     measured what the many merges take.
     """
     memory_mb, speed = unmeasured_mb(region, snapshot, demand), worker_speed(region, snapshot)
-    fixed = snapshot.fixed_shares.get(region.name, _FIXED_SHARE)
-    found, fastest = list[ConfiguredPartition](), dict[float, float]()
+    fixed, devices = snapshot.fixed_shares.get(region.name, _FIXED_SHARE), region.worker_devices(demand.gpus)
+    found, fastest, owners = list[ConfiguredPartition](), dict[float, float](), int(demand.merging.get("k", 0))
     for count in counts:
         merge = _ran_merge(region, count, snapshot, demand)
         for divided in divisions:
@@ -344,13 +344,14 @@ def _unmeasured(
             part = PlannedPartition(
                 region.name, samples, count, demand.batch // divided, memory_mb, 1,
                 speed / (fixed * divided + 1.0 - fixed), divided, merge_seconds=merge,
-                largest_share=_largest_share(count, int(demand.merging.get("k", 0)), demand),
-                devices=region.worker_devices(demand.gpus),
+                largest_share=_largest_share(count, owners, demand), devices=devices,
             )  # fmt: skip
-            seconds = step_seconds(part)
-            if divided == 1 or seconds < fastest.get(part.step_samples, math.inf):
-                fastest[part.step_samples] = min(seconds, fastest.get(part.step_samples, math.inf))
-                found.append(ConfiguredPartition(part))
+            if len(divisions) > 1:
+                best, seconds = fastest.get(part.step_samples, math.inf), step_seconds(part)
+                if divided > 1 and seconds >= best:
+                    continue
+                fastest[part.step_samples] = min(seconds, best)
+            found.append(ConfiguredPartition(part))
     return found
 
 

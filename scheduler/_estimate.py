@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import combinations
 
@@ -166,7 +165,8 @@ def estimate(
     size = update_bytes(model_bytes, plan.codec, plan.rounds, plan.sent_share)
     if topology is None or topology.update_bytes != size:
         topology = topology_of(plan, links or links_of([regions[part.region] for part in plan.partitions]), size)
-    constants = occasion_of(plan.partitions, plan.copies, plan.slice_seconds, snapshot)
+    late = [not part.shards for part in plan.partitions]
+    constants = constants_of(plan.partitions, late, plan.copies, plan.slice_seconds, snapshot)
     figures = [[figures_of([part], regions[part.region], snapshot)[0] for part in plan.partitions]]
     took = course(
         Assignments.of(np.array(figures)),
@@ -264,13 +264,19 @@ def figures_of(parts: Sequence[PlannedPartition], region: Region, snapshot: Snap
 
 def overheads_of_whole_models(region: Region, snapshot: Snapshot) -> Overheads:
     """Return the overheads of partitions of a region whose workers hold the whole model."""
-    return replace(overheads(None, snapshot.profiles.get(region.name)), round_work=snapshot.round_work_seconds)
+    again_seconds = overheads(None, snapshot.profiles.get(region.name)).again
+    return Overheads(round_work=snapshot.round_work_seconds, again=again_seconds)
 
 
-def occasion_of(
-    parts: Sequence[PlannedPartition], copies: Sequence[PlannedCopy], slice_seconds: float, snapshot: Snapshot
+def constants_of(
+    parts: Sequence[PlannedPartition],
+    served_late: Sequence[bool],
+    copies: Sequence[PlannedCopy],
+    slice_seconds: float,
+    snapshot: Snapshot,
 ) -> JobConstants:
-    """Return what all plans over the same shards have in common."""
+    """Return what all plans over the same shards have in common; ``served_late``: of each part, whether it waits for
+    shards of other regions."""
     start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
     # A probe's start is that of one function, most of which is billed.
     untold = start if snapshot.start_probed and snapshot.start_seconds is not None else 0.0
@@ -281,7 +287,7 @@ def occasion_of(
         copying=max((copy.seconds for copy in copies), default=0.0),
         rest=0.0 if any(part.pipeline is not None for part in parts) else snapshot.rest_seconds,
         first_model_known=snapshot.start_seconds is not None and snapshot.start_of_run,
-        served_late=np.array([not part.shards for part in parts]),
+        served_late=np.array(served_late),
         started=np.array([one.function for one in billed]),
         served=np.array([one.server for one in billed]),
     )

@@ -175,8 +175,12 @@ def _modes(demand: Demand, regions: int) -> tuple[bool, ...]:
 
 def _of_kind(evaluated: Topologies, kind: str | None) -> tuple[Topology, ...]:
     """Return the topologies of a kind, or all; of several with the same links only the first."""
-    wanted = [one for one in evaluated.possible if kind in (None, one.kind)]
-    return tuple({one.links: one for one in reversed(wanted)}.values())[::-1]
+    found: list[Topology] = []
+    for one in reversed([one for one in evaluated.possible if kind in (None, one.kind)]):
+        # Compared, not hashed: a mesh of a thousand regions has half a million links.
+        same = next((place for place, other in enumerate(found) if other.links == one.links), len(found))
+        found[same : same + 1] = [one]
+    return tuple(found[::-1])
 
 
 def _impossible(evaluated: Topologies, kind: str | None) -> Declined:

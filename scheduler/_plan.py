@@ -16,7 +16,7 @@ from scheduler._configurations import (
     needed_mb,
 )
 from scheduler._cost_model import step_seconds
-from scheduler._estimate import basis_of, copied_of, estimate, occasion_of, spread_of
+from scheduler._estimate import basis_of, constants_of, copied_of, estimate, spread_of
 from scheduler._exchange import ExchangeOptions, adapted, exchange_options, share_of
 from scheduler._explain import alternatives, alternatives_of_parts, beyond_limits, chosen_slice
 from scheduler._model import (
@@ -314,12 +314,12 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownOptions | None =
     ways = known[among]
     if isinstance(ways, Declined):
         return ways
-    shards = [replace(part, shards=placed.shards.get(part.region, ())) for part in parts]
+    served_late = [not placed.shards.get(part.region) for part in parts]
     evaluation = PlanEvaluation(
         [front.figures for front in fronts],
         [part.samples for part in parts],
         ways,
-        occasion_of(shards, placed.copies, demand.longest_slice(regions), snapshot),
+        constants_of(parts, served_late, placed.copies, demand.longest_slice(regions), snapshot),
         demand,
         noise_samples(snapshot.profiles.values()),
     )

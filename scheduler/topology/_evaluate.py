@@ -232,15 +232,19 @@ def _load(candidate: Candidate, links: Links, pairs: tuple[tuple[str, str], ...]
         usd = float(links.usd_per_gb.sum())
         return _Load(pairs or tuple(combinations(names, 2)), (), usd, 2 * (size - 1), longest, slowest)
     neighbours = _neighbours(range(size), candidate.links)
-    updates, carried = np.zeros((size, size), np.int64), carried_updates(neighbours)
-    updates[tuple(np.array(list(carried)).T)] = list(carried.values())
+    carried = carried_updates(neighbours)
+    source, target = np.array(list(carried)).T
+    updates, paid = np.array(list(carried.values())), np.zeros((size, size))
+    paid[source, target] = updates * links.usd_per_gb[source, target]
+    handled = np.bincount(source, updates, size) + np.bincount(target, updates, size)
+    used = source[updates > 0], target[updates > 0]
     return _Load(
         pairs=pairs or tuple(sorted((names[min(link)], names[max(link)]) for link in candidate.links)),
         neighbours=neighbours,
-        usd_per_gb=float((updates * links.usd_per_gb).sum()),
-        busiest=int((updates.sum(axis=0) + updates.sum(axis=1)).max()),
-        longest_rtt_seconds=float(links.rtt[updates > 0].max(initial=0.0)),
-        least_bytes_per_second=float(links.rate[updates > 0].min(initial=math.inf)),
+        usd_per_gb=float(paid.sum()),
+        busiest=int(handled.max()),
+        longest_rtt_seconds=float(links.rtt[used].max(initial=0.0)),
+        least_bytes_per_second=float(links.rate[used].min(initial=math.inf)),
     )
 
 

@@ -17,7 +17,6 @@ from scheduler._link import LinkPace
 
 __all__ = ["tree_seconds_of_many"]
 
-Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
 
@@ -53,9 +52,7 @@ def tree_seconds_of_many(links: LinkPace[Floats], parents: Ints) -> float:
             continue
         parent, origins = parents[child], np.flatnonzero(np.isfinite(at[child]))
         origins = origins[at[child, origins].argsort(kind="stable")]
-        only = np.array([child])
-        arrived = _arrivals(links, only, parents[only], at[child, origins], np.ones((1, len(origins)), np.bool_))
-        at[parent, origins] = arrived[0]
+        at[parent, origins] = _arrivals(links, child, int(parent), at[child, origins])
     latest = float(at[order[0]].max())
     inner = {here: np.isfinite(at[here]) for here in order if children[here]}
     for parent in inner:
@@ -65,14 +62,12 @@ def tree_seconds_of_many(links: LinkPace[Floats], parents: Ints) -> float:
         ends = np.array([child for child in children[parent] if not children[child]], np.intp)
         if len(ends):
             latest = max(latest, _latest_at_leaves(links, parent, ends, ready, place[ends]))
-        there = np.array([child for child in children[parent] if children[child]], np.intp)
-        if not len(there):
-            continue
-        carried = ~np.array([inner[child] for child in there.tolist()])[:, origins]
-        arrived = _arrivals(links, np.full_like(there, parent), there, ready, carried)
-        latest = max(latest, float(np.where(carried, arrived, 0.0).max()))
-        for row, child in enumerate(there.tolist()):
-            at[child, origins[carried[row]]] = arrived[row, carried[row]]
+        for child in children[parent]:
+            if children[child]:
+                carried = ~inner[child][origins]
+                arrived = _arrivals(links, parent, child, ready[carried])
+                latest = max(latest, float(arrived.max()))
+                at[child, origins[carried]] = arrived
     return latest
 
 
@@ -80,19 +75,14 @@ def _of_links(links: LinkPace[Floats], source: Ints, target: Ints) -> LinkPace[F
     return LinkPace(*(figure[source, target] for figure in links.figures))
 
 
-def _arrivals(links: LinkPace[Floats], source: Ints, target: Ints, ready: Floats, carried: Bools) -> Floats:
-    """Return when updates have passed links; shape (links, updates).
-
-    ``ready``: when they are at the source, sorted. ``carried``: those that a link carries; others count for nothing.
-    """
-    own = _of_links(links, source, target)
-    offer, first, second, later, way, _ = (figure[:, None] for figure in own.figures)
-    place = carried.cumsum(axis=1)
-    busy = first + np.minimum(np.maximum(place - 1, 0), 1) * second + np.maximum(place - 2, 0) * later
+def _arrivals(links: LinkPace[Floats], source: int, target: int, ready: Floats) -> Floats:
+    """Return when updates have passed a link; ``ready``: when they are at its source, sorted; shape (updates,)."""
+    offer, first, second, later, way, _ = (float(figure[source, target]) for figure in links.figures)
+    busy = first + second + np.arange(-1.0, len(ready) - 1) * later
     # What the link was busy with before each.
-    before = np.where(place > 1, busy - np.where(place == 2, second, later), 0.0)
-    begun = np.maximum.accumulate(np.where(carried, ready + offer - before, -np.inf), axis=1)
-    return np.asarray(busy + begun + way)
+    before = busy - later
+    busy[0], before[0], before[1:2] = first, 0.0, busy[1:2] - second
+    return np.asarray(busy + np.maximum.accumulate(ready + offer - before) + way)
 
 
 def _latest_at_leaves(links: LinkPace[Floats], hub: int, leaves: Ints, ready: Floats, own: Ints) -> float:

@@ -7,7 +7,7 @@ workers, K, share) and then combined with every memory in arrays.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -87,21 +87,37 @@ class StepChoices:
         the least USD of all before it is kept for each size of memory.
         """
         computed = step_seconds(compute, batch, self.sizes_mb)[self.level]
-        there = needed_mb(memory, batch, self.model_bytes, self.chunks.astype(float)) <= self.sizes_mb[self.level]
-        there &= self.usd < np.inf
-        order = np.where(there, computed + self.merge_seconds, np.inf).argsort(axis=-1, kind="stable")
-        rows, places = np.arange(len(order))[:, None], np.arange(order.shape[1] - 1)
-        paid, level = np.where(there, self.usd, np.inf)[rows, order], self.level[rows, order]
+        there = self._filled & (needed_mb(memory, batch, self.model_bytes, self._owned) <= self._size_mb)
+        # Places in the columns' memory, which is indexed faster so.
+        order = self._first + np.where(there, computed + self.merge_seconds, np.inf).argsort(axis=-1, kind="stable")
+        paid, level = np.where(there, self.usd, np.inf).take(order), self.level.take(order)
         up_to = np.where(level <= np.arange(len(self.sizes_mb))[:, None, None], paid, np.inf)
-        before = np.minimum.accumulate(up_to, axis=-1)[level[:, 1:], rows, places]
-        found = np.ones(order.shape, bool)
-        found[:, 1:] = before > paid[:, 1:]
-        found &= there[rows, order]
-        at = np.broadcast_to(rows, order.shape)[found], order[found]
+        same = level[:, 1:] * level.size + self._first + np.arange(level.shape[1] - 1)
+        found = there.take(order)
+        found[:, 1:] &= np.minimum.accumulate(up_to, axis=-1).take(same) > paid[:, 1:]
+        at = order[found]
         return Steps(
-            self.workers[at], self.memory_mb[at], self.collective[at], self.chunks[at], computed[at],
-            self.merge_seconds[at], self.usd[at],
+            self.workers.take(at), self.memory_mb.take(at), self.collective.take(at), self.chunks.take(at),
+            computed.take(at), self.merge_seconds.take(at), self.usd.take(at),
         )  # fmt: skip
+
+    @cached_property
+    def _filled(self) -> npt.NDArray[np.bool_]:
+        return self.usd < np.inf
+
+    @cached_property
+    def _size_mb(self) -> npt.NDArray[np.float64]:
+        return self.sizes_mb[self.level]
+
+    @cached_property
+    def _first(self) -> npt.NDArray[np.int64]:
+        """Place of each row's first."""
+        rows, columns = self.usd.shape
+        return np.arange(0, rows * columns, columns)[:, None]
+
+    @cached_property
+    def _owned(self) -> npt.NDArray[np.float64]:
+        return self.chunks.astype(float)
 
 
 def step_choices(task: TaskModel, space: Space, name: str) -> StepChoices:

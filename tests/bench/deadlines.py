@@ -58,7 +58,8 @@ ALL = [
     *QUICK,
     *((PHILLY, nodes, 8) for nodes in (32, 16, 8)),
     *(("cluster01", nodes, 8) for nodes in (64, 32, 16)),
-    *(("cluster03", nodes, 8) for nodes in (64,)),
+    ("cluster03", 64, 8),
+    ("cluster02", 64, 8),
 ]
 LARGE_JOBS = 1000
 QUICK_ENOUGH = ("geofed", "edf", "tiresias")
