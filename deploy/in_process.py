@@ -233,7 +233,7 @@ class _Server:
         """Return what came of the training, with the model."""
         assert self._replica is not None
         assert self._layout is not None
-        self.found.model = to_safetensors(self._layout, self._replica.model, {})[0]
+        self.found.model = b"".join(to_safetensors(self._layout, self._replica.model, {}))
         return self.found
 
     def _taken(self, key: str) -> Any:

@@ -38,7 +38,7 @@ from sync.ps.core.events import (
 )
 from sync.ps.engine import Engine, merged_key
 from sync.ps.exchange import PeerLinks
-from sync.ps.execution.export import exported
+from sync.ps.execution.export import to_safetensors
 from sync.ps.tokens import WorkerIdentity, verify
 
 __all__ = ["WORKER_RULES", "AdminService", "WorkerCheck", "WorkerService"]
@@ -260,7 +260,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
         digest = framing.digest_of(pieces_of(model)) if request.round else progress.model_digest
         facts = {"job": self._config.job, "round": str(request.round or progress.sequence), "flat_digest": digest}
         base = self._engine.executor.base.contents(layout)
-        pieces = exported(layout, model, facts, base)
+        pieces = to_safetensors(layout, model, facts, base)
         total_bytes, offset = sum(piece.nbytes for piece in pieces), 0
         digest = await asyncio.to_thread(framing.digest_of, pieces_of(*pieces))
         chunks = chunks_of(pieces, CHUNK_BYTES)

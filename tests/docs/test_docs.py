@@ -52,7 +52,7 @@ from sync.flat import FlatModel
 from sync.ps.execution.export import to_safetensors
 first = made({"width": 8})
 flat = FlatModel(first)
-open("model.safetensors", "wb").write(to_safetensors(flat.layout, flat.vector(), {})[0])
+open("model.safetensors", "wb").write(b"".join(to_safetensors(flat.layout, flat.vector(), {})))
 """
 SHOW_LOADED = """
 same = all(tensor.equal(first.state_dict()[name]) for name, tensor in trained.state_dict().items())

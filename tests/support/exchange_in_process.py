@@ -217,7 +217,7 @@ class Federation:
         for region in self.regions.values():
             assert region.layout is not None
             assert region.replica is not None
-            files.add(to_safetensors(region.layout, region.replica.model, {}, region.base)[0])
+            files.add(b"".join(to_safetensors(region.layout, region.replica.model, {}, region.base)))
         (data,) = files
         return data
 

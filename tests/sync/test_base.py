@@ -131,7 +131,7 @@ def test_a_base_goes_from_one_module_to_another() -> None:
 
 def _exported(flat: FlatModel, folder: Path) -> Path:
     path = folder / "model.safetensors"
-    path.write_bytes(to_safetensors(flat.layout, flat.vector(), {"job": "j"}, flat.base.contents())[0])
+    path.write_bytes(b"".join(to_safetensors(flat.layout, flat.vector(), {"job": "j"}, flat.base.contents())))
     return path
 
 

@@ -159,7 +159,7 @@ def test_what_is_exported_loads_strictly(tmp_path: Path) -> None:
 
     trained, fresh = _trained(1), Everything(5)
     flat = FlatModel(trained)
-    data, _ = to_safetensors(flat.layout, flat.vector(), {"job": "j"})
+    data = b"".join(to_safetensors(flat.layout, flat.vector(), {"job": "j"}))
     exported = load(data)
     assert {name: tensor.shape for name, tensor in exported.items()} == {
         name: tensor.shape for name, tensor in trained.state_dict().items()

@@ -47,7 +47,7 @@ from sync.ps.execution.base import BaseFiles
 from sync.ps.execution.channel_store import ChannelStore
 from sync.ps.execution.checkpoint_file import correction_key
 from sync.ps.execution.checkpoints import Checkpoints
-from sync.ps.execution.export import exported, from_safetensors
+from sync.ps.execution.export import from_safetensors, to_safetensors
 from sync.ps.execution.frames import UpdateShape, sent_layout, shape_of
 from sync.ps.execution.own_updates import FramedUpdate, OwnUpdates, is_finite
 from sync.ps.execution.records import Entry
@@ -203,7 +203,9 @@ class ActionExecutor:
         tensors = framing.decode(state).tensors
         local = {slot.name: tensors[f"{LOCAL}{slot.name}"] for slot in layout.local if f"{LOCAL}{slot.name}" in tensors}
         facts = {"region": self.setup.region, "round": str(sequence)}
-        self.storage.keep_own_model(exported(layout, self.replica.model, facts, self.base.contents(layout), local))
+        self.storage.keep_own_model(
+            to_safetensors(layout, self.replica.model, facts, self.base.contents(layout), local)
+        )
 
     # After a crash
 

@@ -14,10 +14,10 @@ import safetensors
 
 from geofed_pb.errors import GeofedError
 from sync.coordinates import array_dtype
-from sync.framing import Array, digest_of
+from sync.framing import Array
 from sync.layout import Layout, Slot, Vector
 
-__all__ = ["BASE_FACT", "LOCAL_FACT", "base_in", "exported", "from_safetensors", "local_in", "to_safetensors"]
+__all__ = ["BASE_FACT", "LOCAL_FACT", "base_in", "from_safetensors", "local_in", "to_safetensors"]
 
 BASE_FACT = "base"
 """Key, in the header of a safetensors file, of the names of the tensors that were not trained, as a JSON list."""
@@ -44,18 +44,6 @@ _PARTIAL = "with `train.initialModel.partial: true` the file may lack tensors of
 
 
 def to_safetensors(
-    layout: Layout,
-    model: Vector,
-    facts: dict[str, str],
-    base: Mapping[str, Array] | None = None,
-    local: Mapping[str, Array] | None = None,
-) -> tuple[bytes, str]:
-    """Return what `exported` does as bytes, and their digest."""
-    data = b"".join(exported(layout, model, facts, base, local))
-    return data, digest_of([data])
-
-
-def exported(
     layout: Layout,
     model: Vector,
     facts: dict[str, str],

@@ -115,7 +115,7 @@ def test_each_region_keeps_its_own_and_shares_the_rest(
         assert replica is not None
         held = framing.decode(region.state[ROUNDS]).tensors
         local = {one.removeprefix(LOCAL): content for one, content in held.items() if one.startswith(LOCAL)}
-        own = safetensors.torch.load(to_safetensors(layout, replica.model, {}, {}, local)[0])
+        own = safetensors.torch.load(b"".join(to_safetensors(layout, replica.model, {}, {}, local)))
         assert own.keys() == expected.state_dict().keys()
         for tensor, value in expected.state_dict().items():
             torch.testing.assert_close(own[tensor], value, rtol=1e-5, atol=1e-6, msg=f"{tensor} of {name}")
@@ -162,8 +162,8 @@ def test_a_model_to_start_from_may_hold_what_is_local_or_not(tmp_path: Path) -> 
     flat = FlatModel(module, local=local_names(module, PATTERNS))
     own, shared = tmp_path / "own.safetensors", tmp_path / "shared.safetensors"
     contents = flat.local.contents()
-    own.write_bytes(to_safetensors(flat.layout, flat.vector(), {}, {}, contents)[0])
-    shared.write_bytes(to_safetensors(flat.layout, flat.vector(), {})[0])
+    own.write_bytes(b"".join(to_safetensors(flat.layout, flat.vector(), {}, {}, contents)))
+    shared.write_bytes(b"".join(to_safetensors(flat.layout, flat.vector(), {})))
     channel = FileChannel(str(tmp_path / "channel"))
     for path, held in ((own, set(contents)), (shared, set[str]())):
         assert np.array_equal(from_safetensors(flat.layout, path), flat.vector())
