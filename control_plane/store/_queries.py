@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import (
     Integer,
+    Select,
     String,
     Table,
     and_,
@@ -53,6 +55,8 @@ HISTORIES = {
     "deletions": (),
 }
 """Tables of histories, with their long texts."""
+_JOB_USES = select(*(t.jobs.c[name] for name in JobUse.__dataclass_fields__))
+"""Query of what jobs keep."""
 
 
 class Queries(Database):
@@ -131,12 +135,24 @@ class Queries(Database):
         shared = and_(text(t.SHARED), t.jobs.c.shared_with.contains(json.dumps(reader)))
         return self._newest([and_(one, *within) for one in (t.jobs.c.user == reader, shared)], limit)
 
-    def job_uses(self) -> list[JobUse]:
-        """Return what each job keeps."""
-        columns = [t.jobs.c[name] for name in JobUse.__dataclass_fields__]
+    def job_uses(self, limit: int, after: str = "") -> list[JobUse]:
+        """Return a page of what jobs keep, by ID, after that of a job."""
+        return self._job_uses(_JOB_USES.where(t.jobs.c.id > after).order_by(t.jobs.c.id).limit(limit))
+
+    def uses_of_ended(self, since: float = -math.inf, until: float = math.inf) -> list[JobUse]:
+        """Return what those jobs keep that have ended from one time to another, the first to end first."""
+        ended = t.jobs.c.ended_at
+        return self._job_uses(_JOB_USES.where(ended > 0, ended >= since, ended <= until).order_by(ended))
+
+    def _job_uses(self, wanted: Select[Any]) -> list[JobUse]:
         with self._reading() as connection:
-            rows = connection.execute(select(*columns)).mappings()
-            return [JobUse(**_lists_read(row)) for row in rows]
+            return [JobUse(**_lists_read(row)) for row in connection.execute(wanted).mappings()]
+
+    def is_code_shared(self, bundle_digest: str, job: str) -> bool:
+        """Whether another job than this one has the code."""
+        others = select(t.jobs.c.id).where(t.jobs.c.bundle_digest == bundle_digest, t.jobs.c.id != job)
+        with self._reading() as connection:
+            return connection.execute(others.limit(1)).first() is not None
 
     def job_bytes(self) -> dict[str, int]:
         """Return the length of each job's description, plan, state and result, by ID. Reads the whole table."""
@@ -162,13 +178,25 @@ class Queries(Database):
             rows = connection.execute(wanted).all()
         return [RowUse(table, row[0], row[2], int(row[3] or 0), row[4]) for row in rows]
 
-    def jobs_with_rows(self, table: str) -> list[str]:
-        """Return the jobs that rows of events or logs name; empty: rows that name none. Reads one row of each."""
+    def unknown_jobs_with_rows(self, table: str) -> list[str]:
+        """Return the jobs that rows of events or logs name and that do not exist; empty: rows that name none.
+
+        Reads one row of each job.
+        """
         first = f"SELECT min(job) FROM {t.metadata.tables[table].name}"
         each = f"{first} UNION ALL SELECT ({first} WHERE job > found.job) FROM found WHERE job IS NOT NULL"
-        query = f"WITH RECURSIVE found(job) AS ({each}) SELECT job FROM found WHERE job IS NOT NULL"
+        unknown = "job IS NOT NULL AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.id = found.job)"
+        query = f"WITH RECURSIVE found(job) AS ({each}) SELECT job FROM found WHERE {unknown}"
         with self._reading() as connection:
             return list(connection.execute(text(query)).scalars())
+
+    def ended_jobs_with_rows(self, table: str, until: float) -> list[str]:
+        """Return the jobs that have ended by a time and have events or log lines."""
+        rows = t.metadata.tables[table]
+        has_rows = select(rows.c.cursor).where(rows.c.job == t.jobs.c.id).exists()
+        wanted = select(t.jobs.c.id).where(t.jobs.c.ended_at > 0, t.jobs.c.ended_at <= until, has_rows)
+        with self._reading() as connection:
+            return list(connection.execute(wanted).scalars())
 
     def database_bytes(self) -> int:
         """Return the size of the database."""

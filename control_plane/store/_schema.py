@@ -59,6 +59,8 @@ jobs = Table(
     Index(None, "phase", "created_at"),
     Index(None, "user", "created_at"),
     Index(None, "secure_aggregation", "task_key", "created_at"),
+    Index(None, "ended_at"),
+    Index(None, "bundle_digest"),
     Index("ix_jobs_shared", "created_at", sqlite_where=text(SHARED), postgresql_where=text(SHARED)),
 )
 deletions = Table(

@@ -10,16 +10,22 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import small_job
 
 from control_plane.blobs import BlobStore
 from control_plane.cli.commands.server.serve import _rules
+from control_plane.core import JobState
 from control_plane.service import KEEP, Federation, Sweeper
+from control_plane.service.state._entries import JobEntry
 from control_plane.service.storage import _sweeper
-from control_plane.service.storage._inventory import file_items
+from control_plane.service.storage._inventory import Item, file_items
+from control_plane.spec import load
 from control_plane.store import Change, Deletion, EventRow, JobRow, JobUse, LogRow, RunRow, Store, WeightRow, open_store
 from geofed_pb.errors import GeofedError
 from geofed_pb.storage import Found, Keep, due
@@ -28,6 +34,7 @@ from tests.control_plane.fake_agent import digest_of
 
 DAY = 86_400.0
 NOW = 1_000 * DAY
+JOB = JobRow("active", "n", "r", "c", "b", "t", "{}", "{}", "{}", "running", 0.0)
 
 
 @dataclass
@@ -116,7 +123,6 @@ def test_histories_of_ended_jobs_go_and_of_others_what_is_old(tmp_path: Path) ->
     async def scenario(place: Place) -> None:
         place.job("old", 91)
         place.job("young", 89)
-        active = JobRow("active", "n", "r", "c", "b", "t", "{}", "{}", "{}", "running", 0.0)
         of_active = EventRow(1.0, "active", "", "k", "t"), LogRow(1.0, "active", "a", "s", "t")
         federation = tuple(EventRow(NOW - days * DAY, "", "a", "region.live", str(days)) for days in (380, 366, 364))
         lost = EventRow(NOW - 366 * DAY, "unknown", "", "k", "t"), LogRow(NOW - 91 * DAY, "unknown", "a", "s", "t")
@@ -124,9 +130,7 @@ def test_histories_of_ended_jobs_go_and_of_others_what_is_old(tmp_path: Path) ->
         weights = tuple(WeightRow(key, "a", NOW - days * DAY, 1, 1) for key, days in (("w1", 366), ("w2", 364)))
         gone = tuple(Deletion(name, "", "operator", NOW - days * DAY, 0, 0) for name, days in (("d1", 366), ("d2", 9)))
         events = (of_active[0], *federation, lost[0])
-        place.store.commit(
-            Change(jobs=(active,), events=events, logs=(of_active[1], lost[1]), runs=runs, weights=weights)
-        )
+        place.store.commit(Change(jobs=(JOB,), events=events, logs=(of_active[1], lost[1]), runs=runs, weights=weights))
         place.store.commit(Change(deletions=gone))
         await place.sweeper.sweep()
         kept = [(event.job, event.kind, event.text) for event in place.store.events_after(0)]
@@ -182,6 +186,36 @@ def test_what_a_request_or_an_upload_under_way_needs_is_not_removed(tmp_path: Pa
 
         assert (await place.blobs.receive(chunks(), limit_bytes=100, uploader="ann")).complete
         assert arrived.is_set()
+
+    run(tmp_path, scenario)
+
+
+def test_what_a_job_needs_that_comes_while_files_are_looked_at_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is still active, or has ended already, or only asked."""
+
+    async def scenario(place: Place) -> None:
+        code, ended, asked, other = (place.put(name, 8) for name in (b"code", b"ended", b"asked", b"other"))
+        (tmp_path / "job.yaml").write_text(small_job.JOB)
+        (tmp_path / "task.py").write_text(small_job.TASK)
+        plan: Any = SimpleNamespace(partitions=(), wan_settings={})
+        spec = load(tmp_path / "job.yaml").spec
+        active = JobEntry(replace(JOB, bundle_digest=code), JobState("active", 30.0, NOW), spec, plan)
+        looked = place.sweeper._files
+
+        async def late() -> tuple[list[Item], dict[str, JobUse]]:
+            found = await looked()
+            monkeypatch.setattr(place.sweeper, "_files", looked)
+            async with place.federation.change() as draft:
+                draft.add_job(active)
+            place.job("ended", 0, model=ended)
+            place.blobs.stat(asked, "user ann")
+            return found
+
+        monkeypatch.setattr(place.sweeper, "_files", late)
+        await place.sweeper.sweep()
+        assert [place.has(digest) for digest in (code, ended, asked, other)] == [True, True, True, False]
 
     run(tmp_path, scenario)
 

@@ -250,9 +250,25 @@ class Contract:
         }  # fmt: skip
         of_job = [use for table in HISTORIES for use in store.row_uses(table, "j1")]
         assert [(use.table, use.job) for use in of_job] == [(name, "j1") for name in ("events", "logs", "runs")]
-        assert store.jobs_with_rows("events") == ["", "j1"]
-        assert store.jobs_with_rows("logs") == ["j1"]
+        assert store.unknown_jobs_with_rows("events") == ["", "j1"]
+        assert store.unknown_jobs_with_rows("logs") == ["j1"]
+        store.commit(Change(jobs=(JOB,)))
+        assert (store.unknown_jobs_with_rows("events"), store.unknown_jobs_with_rows("logs")) == ([""], [])
         assert store.database_bytes() > 10_000
+
+    def test_ended_jobs_are_found_by_their_end_and_all_by_page(self, store: Store) -> None:
+        ends = {"j1": 0.0, "j2": 5.0, "j3": 4.0, "j4": 9.0}
+        jobs = (replace(JOB, id=name, request_id=name, ended_at=at) for name, at in ends.items())
+        events = (EventRow(1.0, name, "", "kind", "t") for name in ("j1", "j2", "j4"))
+        store.commit(Change(jobs=tuple(jobs), events=tuple(events), logs=(LogRow(1.0, "j3", "a", "s", "t"),)))
+        assert [use.id for use in store.uses_of_ended(until=5.0)] == ["j3", "j2"]
+        assert [use.id for use in store.uses_of_ended(since=5.0)] == ["j2", "j4"]
+        assert store.ended_jobs_with_rows("events", 5.0) == ["j2"]
+        assert store.ended_jobs_with_rows("logs", 5.0) == ["j3"]
+        assert [use.id for use in store.job_uses(3)] == ["j1", "j2", "j3"]
+        assert [use.id for use in store.job_uses(3, after="j3")] == ["j4"]
+        assert store.is_code_shared("b", "j1")
+        assert not store.is_code_shared("c", "j1")
 
     def test_rows_are_removed_in_parts_and_only_old_ones(self, store: Store) -> None:
         events = [EventRow(float(n), job, "", "kind", str(n)) for n in range(5) for job in ("", "j1")]
@@ -283,7 +299,7 @@ class Contract:
         assert (store.deletion("j1"), store.deletion("j2")) == (gone, None)
         assert store.unpromised_worker_seconds(4.0) == {"ann": 2.5}, "it still counts for the user's place in the queue"
         assert store.existing({"j1", "j2", "j3"}) == {"j2"}
-        assert [use.id for use in store.job_uses()] == ["j2"]
+        assert [use.id for use in store.job_uses(9)] == ["j2"]
 
     def test_state_survives_a_restart(self, url: str) -> None:
         with open_store(url) as store:
@@ -322,7 +338,7 @@ class Contract:
             connection.exec_driver_sql("DROP TABLE audit")
             indexed = (
                 "created_at_user_unpromised_worker_seconds", "phase_created_at", "user_created_at",
-                "secure_aggregation_task_key_created_at", "shared",
+                "secure_aggregation_task_key_created_at", "shared", "ended_at", "bundle_digest",
             )  # fmt: skip
             for name in indexed:
                 connection.exec_driver_sql(f"DROP INDEX ix_jobs_{name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from control_plane._view import standing_text
 from control_plane.core import models_of
@@ -39,14 +40,14 @@ async def delete_job(
             # It was deleted a moment ago.
             raise GeofedError("JOB_NOT_FOUND", f"job {job} not found")
         require_deletable(draft.jobs, entry, caller)
-        uses = await federation.read(Store.job_uses)
-        is_shared = any(use.bundle_digest == entry.row.bundle_digest and use.id != job for use in uses)
+        digest = entry.row.bundle_digest
+        is_shared = await federation.read(partial(Store.is_code_shared, bundle_digest=digest, job=job))
         gone = _deletion(draft, entry, caller.user or OPERATOR)
         draft.by = gone.by
         draft.deletions.append(gone)
         draft.record("job.deleted", f"job {job} was deleted", data={"job": job, "user": gone.user or OPERATOR})
         regions = sorted(_regions(entry) & set(draft.regions))
-        code = "" if is_shared else entry.row.bundle_digest
+        code = "" if is_shared else digest
         for region in regions:
             stop = agent_pb2.StopPartition(
                 job=job, epoch=_epoch(entry, region), reason="the job was deleted", discard=True, deleted=True,
@@ -55,8 +56,7 @@ async def delete_job(
             draft.commands.append(CommandRow(region, job, agent_pb2.ToAgent(stop=stop).SerializeToString()))
     initial = entry.state.initial_model
     models = {*(model.digest for model in models_of(entry.state)), *(initial.uploaded if initial is not None else ())}
-    parts = federation.blobs.parts(entry.row.bundle_digest)
-    return _reply(gone, regions), frozenset({entry.row.bundle_digest, *parts, *models})
+    return _reply(gone, regions), frozenset({digest, *federation.blobs.parts(digest), *models})
 
 
 def require_deletable(active: Mapping[str, JobEntry], entry: JobEntry, caller: Caller) -> None:

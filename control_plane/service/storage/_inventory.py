@@ -10,7 +10,7 @@ from control_plane.core import TERMINAL
 from control_plane.store import JobUse, RowUse
 from geofed_pb.storage import Found, Keep, Stored
 
-__all__ = ["KEEP", "KINDS", "Item", "file_items", "job_item", "rows_item"]
+__all__ = ["KEEP", "KINDS", "Item", "file_items", "job_item", "kind_of_rows", "rows_item"]
 
 _DAY_SECONDS = 86_400.0
 """Seconds of a day: ages are in days."""
@@ -93,11 +93,15 @@ def job_item(job: JobUse, size: int = 0) -> Item:
     return Item(_of_jobs(Stored("jobs", job.id, size, job.ended_at), [job]))
 
 
+def kind_of_rows(table: str, *, has_job: bool) -> str:
+    """Return the kind of a history's rows, with those of a job that exists or of none."""
+    return "history" if table == "events" and not has_job else KINDS[table]
+
+
 def rows_item(use: RowUse, jobs: Mapping[str, JobUse]) -> Item:
     """Return the item of rows of a history. Events and log of a job count from its end, others from their own time."""
-    job, kind = jobs.get(use.job), KINDS[use.table]
-    if kind == "events" and job is None:
-        kind = "history"
+    job = jobs.get(use.job)
+    kind = kind_of_rows(use.table, has_job=job is not None)
     stored = Stored(kind, f"{use.table}/{use.job}", use.bytes, use.at, count=use.rows)
     if job is None:
         return Item(stored)

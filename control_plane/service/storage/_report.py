@@ -28,8 +28,8 @@ async def storage_report(
     Raises ``GeofedError("JOB_NOT_FOUND")``.
     """
     job = (await federation.lookup.find_job(request.job, caller.may_read)).row.id if request.job else ""
-    uses = {use.id: use for use in await federation.read(Store.job_uses)}
-    items = [item.stored for item in await sweeper.items(job=job)]
+    found, uses = await sweeper.items(job=job)
+    items = [item.stored for item in found]
     if caller.reads_of and not job:
         uses = {name: use for name, use in uses.items() if use.user == caller.user}
         items = [item for item in items if not uses.keys().isdisjoint(item.jobs)]

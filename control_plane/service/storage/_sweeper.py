@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import structlog
 
+from control_plane.core import models_of
 from control_plane.service.state._callers import Caller
+from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
 from control_plane.service.storage._deletion import BY_RULE, delete_job
-from control_plane.service.storage._inventory import KEEP, KINDS, Item, file_items, job_item, rows_item
+from control_plane.service.storage._inventory import KEEP, KINDS, Item, file_items, job_item, kind_of_rows, rows_item
 from control_plane.store import HISTORIES, JobUse, RowUse, Store
 from geofed_pb.errors import GeofedError
-from geofed_pb.storage import Keep, Stored, due, left_after, remove
+from geofed_pb.storage import Found, Keep, Stored, due, left_after, remove
 from geofed_pb.v1 import control_pb2
 
 __all__ = ["Sweeper"]
@@ -30,7 +31,11 @@ _INTERVAL_SECONDS = 3600.0
 _ROWS_AT_ONCE = 2000
 """Rows that are removed by one transaction, so that other changes hardly wait."""
 _JOBS_AT_ONCE = 500
-"""Jobs that are looked at before others of the control plane's work: some milliseconds."""
+"""Jobs that are read at once: some milliseconds of Python's lock."""
+_PAUSE_SECONDS = 0.02
+"""Time between two pages of jobs, in which other threads have Python's lock, so that calls hardly slow down."""
+_CLOCK_STEP_SECONDS = 60.0
+"""How far the clock may be set back while files are looked at."""
 _MAX_JOB_EVENTS = 50_000
 """Events that a job keeps, the newest, since its regions' reports cause them; a long job has thousands."""
 
@@ -53,18 +58,18 @@ class Sweeper:
                 _log.exception("not everything was swept")
             await asyncio.sleep(_INTERVAL_SECONDS)
 
-    async def items(self, job: str = "") -> list[Item]:
-        """Return what is kept; ``job``: only what belongs to this job."""
+    async def items(self, job: str = "") -> tuple[list[Item], dict[str, JobUse]]:
+        """Return what is kept, and what each job keeps; ``job``: only what belongs to this job."""
         measured: list[RowUse] = []
         for table in HISTORIES:
             measured += await self._federation.read(partial(Store.row_uses, table=table, job=job))
-        files, jobs = await self._files(), await self._jobs()
+        files, jobs = await self._files()
         sizes = await self._federation.read(Store.job_bytes)
         kept = [job_item(use, sizes.get(use.id, 0)) for use in jobs.values()]
         found = [*kept, *files, *(rows_item(use, jobs) for use in measured)]
-        return [item for item in found if not job or job in item.stored.jobs]
+        return [item for item in found if not job or job in item.stored.jobs], jobs
 
-    async def _files(self) -> list[Item]:
+    async def _files(self) -> tuple[list[Item], dict[str, JobUse]]:
         blobs = self._federation.blobs
         whole, unfinished = await asyncio.to_thread(blobs.whole), await asyncio.to_thread(blobs.unfinished)
         # Read after the files, so that every file's job is known.
@@ -76,7 +81,7 @@ class Sweeper:
         }
         parts = await asyncio.to_thread(self._parts, {use.bundle_digest for use in jobs.values()})
         # In a thread, since many jobs take long.
-        return await asyncio.to_thread(file_items, whole, unfinished, jobs, initial, parts)
+        return await asyncio.to_thread(file_items, whole, unfinished, jobs, initial, parts), jobs
 
     def _parts(self, bundles: set[str]) -> dict[str, frozenset[str]]:
         """Return the digests of the files that belong to archives, where there are any."""
@@ -88,7 +93,13 @@ class Sweeper:
         return found
 
     async def _jobs(self) -> dict[str, JobUse]:
-        return await self._federation.read(lambda store: {use.id: use for use in store.job_uses()})
+        found: dict[str, JobUse] = {}
+        page = await self._federation.read(partial(Store.job_uses, limit=_JOBS_AT_ONCE))
+        while page:
+            found |= {use.id: use for use in page}
+            await asyncio.sleep(_PAUSE_SECONDS)
+            page = await self._federation.read(partial(Store.job_uses, limit=_JOBS_AT_ONCE, after=page[-1].id))
+        return found
 
     async def sweep(self) -> None:
         """Remove what the rules no longer keep. What cannot be removed is logged, and tried again by the next sweep."""
@@ -106,19 +117,17 @@ class Sweeper:
 
     async def _delete_jobs(self, now: float) -> None:
         """Delete the jobs that the rule no longer keeps, as a user's command does."""
-        if self.keep["jobs"] is None:
+        if (kept := self.keep["jobs"]) is None:
             return
-        digests, jobs = set[str](), await self._jobs()
-        # In a thread, since many jobs take long.
-        old = await asyncio.to_thread(lambda: due([job_item(use).stored for use in jobs.values()], self.keep, now))
-        for item in old:
+        digests = set[str]()
+        for use in await self._federation.read(partial(Store.uses_of_ended, until=now - kept)):
             try:
-                _, needed = await delete_job(self._federation, item.name, BY_RULE)
+                _, needed = await delete_job(self._federation, use.id, BY_RULE)
             except GeofedError as error:
-                _log.info("a job is not deleted yet", job=item.name, code=error.code, error=error.message)
+                _log.info("a job is not deleted yet", job=use.id, code=error.code, error=error.message)
             else:
                 digests |= needed
-                _log.info("a job was deleted", job=item.name, ended_at=item.since)
+                _log.info("a job was deleted", job=use.id, ended_at=use.ended_at)
         if digests:
             await self.remove_unused(digests)
 
@@ -132,23 +141,21 @@ class Sweeper:
 
     async def _sweep_rows(self, table: str, now: float) -> int:
         """Remove the rows of a history: of an ended job together, of others what is old."""
+        kept, of_no_job = self.keep[KINDS[table]], self.keep[kind_of_rows(table, has_job=False)]
         if table not in ("events", "logs"):
-            return await self._remove_rows(table, None, now, KINDS[table])
-        count, jobs = 0, await self._jobs()
-        for number, job in enumerate(await self._federation.read(partial(Store.jobs_with_rows, table=table))):
-            if number % _JOBS_AT_ONCE == 0:
-                await asyncio.sleep(0)
-            stored = rows_item(RowUse(table, job, 0, 0, -math.inf), jobs).stored
-            if not stored.jobs:
-                count += await self._remove_rows(table, job, now, stored.kind)
-            elif due([stored], self.keep, now):
-                count += await self._remove_rows(table, job, math.inf, stored.kind)
+            return await self._remove_rows(table, None, now - kept) if kept is not None else 0
+        count = 0
+        if kept is not None:
+            ended = partial(Store.ended_jobs_with_rows, table=table, until=now - kept)
+            for job in await self._federation.read(ended):
+                count += await self._remove_rows(table, job, math.inf)
+        if of_no_job is not None:
+            for job in await self._federation.read(partial(Store.unknown_jobs_with_rows, table=table)):
+                count += await self._remove_rows(table, job, now - of_no_job)
         return count
 
-    async def _remove_rows(self, table: str, job: str | None, at: float, kind: str) -> int:
-        if (kept := self.keep[kind]) is None:
-            return 0
-        query = partial(Store.remove_rows, table=table, until=at - kept, job=job, limit=_ROWS_AT_ONCE)
+    async def _remove_rows(self, table: str, job: str | None, until: float) -> int:
+        query = partial(Store.remove_rows, table=table, until=until, job=job, limit=_ROWS_AT_ONCE)
         return await self._remove_all(query)
 
     async def _remove_all(self, query: Callable[[Store], int]) -> int:
@@ -158,30 +165,48 @@ class Sweeper:
             count += (removed := await self._federation.write(query))
         return count
 
-    async def _wanted_files(self, wanted: Callable[[Stored], bool]) -> list[tuple[Item, Path]]:
-        items = await self._files()
+    async def _wanted_files(self, wanted: Callable[[Stored], bool]) -> list[tuple[Stored, Found]]:
+        items, _ = await self._files()
         return await asyncio.to_thread(
-            lambda: [(item, item.file.path) for item in items if item.file is not None and wanted(item.stored)]
+            lambda: [(item.stored, item.file) for item in items if item.file is not None and wanted(item.stored)]
         )
+
+    def _needed(self, active: Iterable[JobEntry], ended: Iterable[JobUse]) -> set[str]:
+        """Return the digests of the blobs that these jobs need."""
+        bundles, models = set[str](), set[str]()
+        for use in ended:
+            bundles.add(use.bundle_digest)
+            models.update(use.model_digests)
+        for entry in active:
+            bundles.add(entry.row.bundle_digest)
+            models.update(model.digest for model in models_of(entry.state))
+            models.update(entry.state.initial_model.uploaded if entry.state.initial_model is not None else ())
+        return bundles.union(models, *self._parts(bundles).values())
 
     async def remove_unused(self, digests: set[str]) -> None:
         """Remove those of the blobs that no job needs any more."""
         await self._remove_files(lambda stored: stored.kind == "unused" and stored.name in digests)
 
     async def _remove_files(self, wanted: Callable[[Stored], bool]) -> None:
-        remaining = {}
-        # First without holding up any change, since to look at all jobs takes seconds.
-        if not await self._wanted_files(wanted):
+        remaining, begun_at = {}, self._federation.clock()
+        # Without holding up any change, since to look at all jobs takes seconds.
+        if not (found := await self._wanted_files(wanted)):
             return
         # While a change is open, no job is stored that needs one of them.
         async with self._federation.change() as draft:
             draft.void = True
-            for item, path in await self._wanted_files(wanted):
+            ended_since = partial(Store.uses_of_ended, since=begun_at - _CLOCK_STEP_SECONDS)
+            ended = await self._federation.read(ended_since)
+            needed = await asyncio.to_thread(self._needed, draft.jobs.values(), ended)
+            for stored, held in found:
                 try:
-                    if (file := self._federation.blobs.take_away(path)) is not None:
-                        remaining[item.stored] = file
+                    # A file that was used again meanwhile stays.
+                    if stored.name in needed or held.path.stat().st_mtime > held.changed_at:
+                        continue
+                    if (file := self._federation.blobs.take_away(held.path)) is not None:
+                        remaining[stored] = file
                 except FileNotFoundError:
                     continue
                 except OSError as error:
-                    _log.warning("cannot be removed yet", name=item.stored.name, error=str(error))
+                    _log.warning("cannot be removed yet", name=stored.name, error=str(error))
         await asyncio.to_thread(left_after, list(remaining), lambda stored: remove(remaining[stored]))
