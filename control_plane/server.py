@@ -115,6 +115,8 @@ class ServeConfig:
     """How long the first plan of a task waits for its probe."""
     keep: Keep = field(default_factory=lambda: KEEP)
     """Retention rules that differ from the default, by kind."""
+    admits_by_price: bool = False
+    """Whether a deadline is refused that takes far more workers than other promises while little is free."""
     track: tuple[str, ...] = ()
     """Places that the metrics of all jobs are written to (`control_plane.tracking`)."""
     oidc: OidcConfig | None = None
@@ -337,6 +339,7 @@ async def _open_state(
     federation.audit.key = load_or_create_key(audit_key, is_new=store.last_audit() is None)
     federation.issues_certificates = authority.issues
     federation.ca_pem = lambda: authority.ca_pem
+    federation.allocation.by_price = config.admits_by_price
     stack.push_async_callback(federation.close)
     with collected_later():
         await federation.load(known)

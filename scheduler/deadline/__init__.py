@@ -4,7 +4,7 @@ simulations."""
 from scheduler.deadline._admission import LIVE, Allotment, Offer, allot, offer, promised_at_once
 from scheduler.deadline._buddy import Buddy, BuddyPlacement
 from scheduler.deadline._curve import SpeedCurve, curve_from_table
-from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Overhead, Rules
+from scheduler.deadline._model import DeviceCapacity, Overhead, Rules
 from scheduler.deadline._preemptible import KindAllotment, LatestExit, allot_kinds, latest_exit, preemptible_share
 from scheduler.deadline._reservations import AssignmentPace, Gang, Reservation, devices_of
 from scheduler.deadline._schedule_simulation import Placement, SimulatedSchedule
@@ -15,7 +15,6 @@ __all__ = [
     "AssignmentPace",
     "Buddy",
     "BuddyPlacement",
-    "DeadlineJob",
     "DeviceCapacity",
     "Gang",
     "KindAllotment",

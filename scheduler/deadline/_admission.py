@@ -12,6 +12,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from scheduler.deadline._gang_simulation import previous_schedule, reserved_levels, simulate_gangs, with_schedule
 from scheduler.deadline._ledger import WorkerLedger
 from scheduler.deadline._model import DeviceCapacity, Overhead, Rules
@@ -37,6 +39,11 @@ _ROUNDS, _REPAIRED = 2, 64
 tried."""
 _TIGHTER_S, _TIGHTER = 2.0, 0.05
 """Seconds beyond a job's lateness by which its window is tightened, and the largest share of the window for that."""
+_STEEPNESS = 10.0
+"""Of the price: where everything is free, jobs of up to exp(10), about 22,000, times the usual size are promised. Any
+from 4 to 12 does as well on published traces."""
+_USUAL_JOBS = 10
+"""Promises of which the median says what size is usual; with fewer, every deadline that fits is promised."""
 _MAX_REORDERED_JOBS = 200
 """Number of jobs with deadlines up to which other orders are tried; beyond, that takes too long."""
 
@@ -68,6 +75,9 @@ class Offer:
     capacity."""
     over_quota: bool = False
     """Whether only the user's quota prevents the promise."""
+    too_large: tuple[float, float] | None = None
+    """Worker seconds of the job for each unit of value, and those up to which jobs are promised now, if only that
+    prevents it."""
     held: Mapping[str, Reservation] = field(default_factory=dict)
     """What all gangs with a promise then hold, this one included: the ``before`` of the next question."""
 
@@ -171,7 +181,7 @@ def offer(
     begun, whole = _attempts_before(now, capacities, waiting, asked if new.held < 0 else [], rules)
     left, held = _promises(now, capacities, waiting, rules, before, begun=whole)
     late: frozenset[str] | None = None
-    over_quota = False
+    over_quota, too_large = False, None
     for one in asked:
         start = begun.get(one.deadline_s)
         after = _with(now, capacities, waiting, one, rules, left, held, start)
@@ -185,10 +195,43 @@ def offer(
             without = _shared_out(now, capacities, gangs, rules, before, placement, (left.copy(), held))
             late = frozenset(without[2].late)
         if schedule.fits and schedule.late.keys() <= (late or frozenset()):
+            size, most = _size_and_limit(now, capacities, [*gangs, one], after, one, rules)
+            if size > most:
+                too_large = too_large or (size, most)
+                continue
             return Offer(one.deadline_s, after[new.name].end_s, held=with_schedule(after, schedule, [*gangs, one]))
     soonest = left.soonest(new, rules).end_s
     margin = rules.reserve_s + (soonest - now + _pause(new, rules)) / (1.0 - rules.margin)
-    return Offer(None, now + margin if math.isfinite(soonest) else math.inf, over_quota)
+    return Offer(None, now + margin if math.isfinite(soonest) else math.inf, over_quota, too_large)
+
+
+def _size_and_limit(
+    now: float,
+    capacities: Mapping[str, DeviceCapacity],
+    gangs: Sequence[Gang],
+    held: Mapping[str, Reservation],
+    new: Gang,
+    rules: Rules,
+) -> tuple[float, float]:
+    """Return what a new gang takes for each unit of its value, and what a promise may take now, in worker seconds.
+
+    The limit is a posted price, which falls exponentially with the share of the regions that stays free up to the
+    deadline (Buchbinder and Naor, 2009, section 4), from multiples of the usual size down to it: a large job must not
+    take the place of many small ones. Usual is the median of what the other promises hold from now on.
+    """
+    promised = [(gang, held[gang.name]) for gang in gangs if not gang.best_effort and gang.name in held]
+    regions = new.workers(0).keys() & capacities.keys()
+    sizes = {gang.name: own.worker_seconds(gang, regions) / gang.value for gang, own in promised}
+    size = sizes.pop(new.name, 0.0)
+    others = sorted(other for other in sizes.values() if other > 0)
+    if not rules.by_price or len(others) < _USUAL_JOBS:
+        return size, math.inf
+    used = sum(own.worker_seconds(gang, regions, new.deadline_s) for gang, own in promised)
+    empty = WorkerLedger(now, capacities)
+    spans = np.diff(np.minimum(np.append(empty.times, math.inf), new.deadline_s))
+    room = sum(float(empty.free[empty.rows[region]] @ spans) for region in regions)
+    left = max(0.0, 1.0 - used / max(room, 1.0))
+    return size, others[len(others) // 2] * math.exp(_STEEPNESS * left)
 
 
 def _with(

@@ -23,16 +23,6 @@ class Overhead:
         return self.base_s + self.doubling_s * (math.log2(share) + 1) if share else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class DeadlineJob:
-    """What a job must still do, and until when."""
-
-    work: float
-    """Steps left."""
-    deadline_s: float
-    """Instant; infinite for best effort."""
-
-
 @dataclass(frozen=True)
 class DeviceCapacity:
     """Devices of one region over time, as steps."""
@@ -60,3 +50,6 @@ class Rules:
     """Seconds of a window that need no margin: for so short a time changes can be postponed."""
     quotas: Mapping[str, int] = field(default_factory=dict)
     """By user: most devices that the promises of one user may hold at once; other users have no limit."""
+    by_price: bool = False
+    """Whether a job is refused that takes far more than the promises of others, where little is free (`offer`).
+    More deadlines are met so, but not each that fits is promised."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from scheduler.deadline._admission import LIVE, _fits, _grow, _more, _take, allot
 from scheduler.deadline._curve import SpeedCurve
-from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Overhead, Rules
+from scheduler.deadline._model import DeviceCapacity, Overhead, Rules
 from scheduler.deadline._reservations import Gang, Reservation
 
 
@@ -29,36 +29,42 @@ class LatestExit:
 
 
 def latest_exit(
-    job: DeadlineJob, curve: SpeedCurve, now: float, overhead: Overhead, margin: float = 0.03, lost_s: float = 0.0
+    work: float,
+    deadline_s: float,
+    curve: SpeedCurve,
+    now: float,
+    overhead: Overhead,
+    margin: float = 0.03,
+    lost_s: float = 0.0,
 ) -> LatestExit:
-    """Return when a job must leave preemptible capacity at the latest, and for which share.
+    """Return when a job with so many steps left must leave preemptible capacity at the latest, and for which share.
 
     Of the levels that still meet the deadline it is the one with the least device time, all changes included, and of
     two about equal ones the one that lets it stay longer. `lost_s`: run time that a preemption can cost at most; it is
     reserved, since the job may be preempted at its last instant there.
     """
-    window = (job.deadline_s - now) * (1.0 - margin)
+    window = (deadline_s - now) * (1.0 - margin)
     best, least = LatestExit(-math.inf, 0), math.inf
     for level, rate in zip(curve.levels, curve.rates, strict=True):
-        takes_s = job.work / rate + overhead.seconds(level) + lost_s
+        takes_s = work / rate + overhead.seconds(level) + lost_s
         if takes_s <= window and level * takes_s < 0.95 * least:
             best, least = LatestExit(now + window - takes_s, level), level * takes_s
     if not best.share:
         fastest = curve.levels[-1]
-        takes_s = job.work / curve.rates[-1] + overhead.seconds(fastest)
-        if now + takes_s <= job.deadline_s:
+        takes_s = work / curve.rates[-1] + overhead.seconds(fastest)
+        if now + takes_s <= deadline_s:
             return LatestExit(now, fastest)
     return best
 
 
-def preemptible_share(job: DeadlineJob, curve: SpeedCurve, now: float, margin: float = 0.03) -> int:
+def preemptible_share(work: float, deadline_s: float, curve: SpeedCurve, now: float, margin: float = 0.03) -> int:
     """Devices on preemptible capacity: the leanest level that would do the work in half of the time left, if one does.
 
     The other half is slack for preemptions; with less than that at the fastest level it takes the fastest.
     """
-    window = max(1e-9, (job.deadline_s - now) * (1.0 - margin))
+    window = max(1e-9, (deadline_s - now) * (1.0 - margin))
     return next(
-        (level for level, rate in zip(curve.levels, curve.rates, strict=True) if job.work / rate <= window / 2),
+        (level for level, rate in zip(curve.levels, curve.rates, strict=True) if work / rate <= window / 2),
         curve.levels[-1],
     )
 
@@ -176,7 +182,7 @@ def _worth_coming(gang: Gang, now: float, rules: Rules) -> bool:
         return False
     if gang.best_effort:
         return True
-    found = latest_exit(_job(gang), gang.curve, now, rules.overhead, rules.kept_margin)
+    found = latest_exit(gang.work, gang.deadline_s, gang.curve, now, rules.overhead, rules.kept_margin)
     return found.share > 0 and found.leave_s - now > worth_s
 
 
@@ -185,14 +191,9 @@ def _worth_s(gang: Gang, rules: Rules) -> float:
 
 
 def _lean_pace(gang: Gang, now: float, rules: Rules) -> int:
-    curve = gang.curve
-    return curve.levels.index(preemptible_share(_job(gang), curve, now, rules.kept_margin))
+    return gang.curve.levels.index(preemptible_share(gang.work, gang.deadline_s, gang.curve, now, rules.kept_margin))
 
 
 def _begins_s(held: Reservation) -> float:
     """The first instant at which workers are held; infinite: never."""
     return next((at for at, pace in zip(held.times, held.pace_indices, strict=False) if pace >= 0), math.inf)
-
-
-def _job(gang: Gang) -> DeadlineJob:
-    return DeadlineJob(gang.work, gang.deadline_s)

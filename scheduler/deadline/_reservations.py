@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -210,6 +210,12 @@ class Reservation:
     def now(self) -> int:
         """Index of the pace held in the first interval; -1: the gang stands still."""
         return self.pace_indices[0] if self.pace_indices else -1
+
+    def worker_seconds(self, gang: Gang, regions: Collection[str], until_s: float = math.inf) -> float:
+        """Return the worker seconds that are held in some regions up to an instant."""
+        spans = zip(self.times, self.times[1:], self.pace_indices, strict=False)
+        ways = [(max(0.0, min(end, until_s) - begin), gang.workers(pace)) for begin, end, pace in spans if pace >= 0]
+        return sum(seconds * workers.get(region, 0) for seconds, workers in ways for region in regions)
 
     @property
     def end_s(self) -> float:

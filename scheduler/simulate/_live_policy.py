@@ -61,13 +61,12 @@ class _MeasuredCurves:
 class Live:
     """``scheduler.deadline.offer`` at each arrival, ``allot`` at each event. Refused jobs are declined."""
 
-    name = "geofed"
     slot_s = 0.0
     at_edges = False
 
-    def __init__(self, rules: Rules, curve_error: float = 0.0) -> None:
+    def __init__(self, rules: Rules, curve_error: float = 0.0, name: str = "geofed") -> None:
         """``curve_error``: how far off curves may be, as a part, before anything was measured."""
-        self.rules, self._curves = rules, _MeasuredCurves(curve_error)
+        self.name, self.rules, self._curves = name, rules, _MeasuredCurves(curve_error)
         self._held: Mapping[str, Reservation] = {}
         self._most = 0
         """Largest number of devices so far."""

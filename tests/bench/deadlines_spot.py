@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler.deadline import DeadlineJob, Overhead, latest_exit, preemptible_share
+from scheduler.deadline import Overhead, latest_exit, preemptible_share
 from scheduler.simulate._trace import TraceJob
 
 _SHORTEST_S = 30.0
@@ -61,7 +61,7 @@ def simulate_spot(jobs: Sequence[TraceJob], settings: SpotSettings) -> SpotRun:
     for spec in jobs:
         if not spec.deadlines:
             continue
-        alone = latest_exit(_job(spec, spec.work), spec.curve, spec.submit_s, settings.overhead, 0.0)
+        alone = latest_exit(spec.work, spec.deadline_s, spec.curve, spec.submit_s, settings.overhead, 0.0)
         if not alone.share:
             continue
         count += 1
@@ -93,10 +93,6 @@ def _least_device_s(spec: TraceJob) -> float:
     return min(n * spec.work / spec.curve.rate(n) for n in spec.curve.levels)
 
 
-def _job(spec: TraceJob, left: float) -> DeadlineJob:
-    return DeadlineJob(left, spec.deadline_s)
-
-
 class _Stay:
     """One job, from its submission to its end."""
 
@@ -109,16 +105,15 @@ class _Stay:
     def run(self) -> float:
         """The instant at which the job ends."""
         now, left, share = self.spec.submit_s, self.spec.work, 0
-        curve, overhead = self.spec.curve, self.settings.overhead
+        deadline_s, curve, overhead = self.spec.deadline_s, self.spec.curve, self.settings.overhead
         preempted_s = self._next_preemption(now)
         while True:
-            job = _job(self.spec, left)
-            way_out = latest_exit(job, curve, now, overhead, self.settings.margin, self.settings.lost_s)
-            begin_s = now if share else now + overhead.seconds(preemptible_share(job, curve, now, self.settings.margin))
+            way_out = latest_exit(left, deadline_s, curve, now, overhead, self.settings.margin, self.settings.lost_s)
+            lean = preemptible_share(left, deadline_s, curve, now, self.settings.margin)
+            begin_s = now if share else now + overhead.seconds(lean)
             if way_out.leave_s - begin_s < _SHORTEST_S:
                 return self._on_demand(now, left, way_out.share)
-            if not share:
-                share = preemptible_share(job, curve, now, self.settings.margin)
+            share = share or lean
             rate = curve.rate(share)
             end_s = begin_s + left / rate
             until_s = min(way_out.leave_s, end_s, preempted_s)
@@ -130,7 +125,7 @@ class _Stay:
             if now >= preempted_s:
                 self.preemptions += 1
                 left = min(self.spec.work, left + self.draw.uniform(0, self.settings.lost_s) * rate)
-                again = latest_exit(_job(self.spec, left), curve, now, overhead, self.settings.margin)
+                again = latest_exit(left, deadline_s, curve, now, overhead, self.settings.margin)
                 if again.leave_s < now + self.settings.wait_s + _SHORTEST_S:
                     return self._on_demand(now, left, again.share)
                 share, now = 0, now + self.settings.wait_s

@@ -129,7 +129,6 @@ SURFACES = {
         "Gang",
         "Placement",
         "Reservation",
-        "DeadlineJob",
         "KindAllotment",
         "Offer",
         "Overhead",

@@ -92,6 +92,8 @@ class PendingAdmission:
     """Workers reserved for promises, by the last allocation."""
     served: Mapping[str, float]
     """Recent worker seconds without a promise, by user."""
+    by_price: bool = False
+    """Whether deadlines are promised by price (`scheduler.deadline.Rules`)."""
 
     def answer(self) -> Answer:
         """Plan the job. It is declined if it cannot run, cannot meet its deadline, or exceeds its user's quota."""
@@ -210,7 +212,7 @@ class PendingAdmission:
         new = replace(new, served_s=self.served.get(user, 0.0))
         if demand.deadline_seconds is None:
             return new, self.held
-        together, rules = self._competing(chosen), rules_for(draft.users, user)
+        together, rules = self._competing(chosen), rules_for(draft.users, user, by_price=self.by_price)
         capacities, gangs = together.lasting, self.gangs_of(draft, together)
         offered = offer(draft.at, capacities, gangs, new, rules, before=self.held)
         if offered.over_quota:

@@ -101,6 +101,8 @@ class Allocation:
         self._gang_cache: dict[str, _KnownGang] = {}
         self.served: Mapping[str, float] = {}
         """Recent worker seconds of users' ended jobs without a promise, by user."""
+        self.by_price = False
+        """Whether deadlines are promised by price (`scheduler.deadline.Rules`)."""
 
     def admission(
         self, draft: Draft, spec: JobSpec, job: str, history: TaskHistory, user: str = "", *, at_once: bool = False
@@ -113,7 +115,7 @@ class Allocation:
             return list(self._gangs(present, together, served).values())
 
         state = draft if at_once else frozen(draft)
-        return PendingAdmission(state, spec, job, history, user, gangs_of, dict(self._held), served)
+        return PendingAdmission(state, spec, job, history, user, gangs_of, dict(self._held), served, self.by_price)
 
     def review(self, draft: Draft) -> None:
         """Start, scale, pause and resume jobs by a common allocation.

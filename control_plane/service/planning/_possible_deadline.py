@@ -35,7 +35,13 @@ def too_late(offered: Offer, demand: Demand, chosen: Plan, at: float, *, alone: 
     assert demand.deadline_seconds is not None
     high, asked = chosen.estimate.seconds.high, demand.deadline_seconds
     text = f"cannot be done in {asked:.0f} s without breaking promises to other jobs"
-    if alone:
+    if offered.too_large is not None:
+        size, most = (seconds / 3600 for seconds in offered.too_large)
+        text = (
+            f"takes {size:.3g} worker hours to be done in {asked:.0f} s; while so little is free until then, no job is "
+            f"promised more than {most:.3g}, since smaller ones would lose their place"
+        )
+    elif alone:
         text = (
             f"cannot be promised in {asked:.0f} s: the job may take {high:.0f} s, and a promise reserves additional "
             "time for the start, for changes of workers and for failures"

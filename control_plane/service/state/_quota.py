@@ -18,10 +18,13 @@ _LAST_DATE_WINDOWS = 2.0
 """Distance of the last one from the user's latest deadline, in multiples of the requested time span."""
 
 
-def rules_for(users: Mapping[str, UserRow], user: str) -> Rules:
-    """Return the rules of promises to a user. The operator, and users without a quota, have no limit."""
+def rules_for(users: Mapping[str, UserRow], user: str, *, by_price: bool = False) -> Rules:
+    """Return the rules of promises to a user. The operator, and users without a quota, have no limit.
+
+    ``by_price``: whether what takes far more than others is refused where little is free.
+    """
     limit = users[user].promised_workers if user in users else None
-    return LIVE if limit is None else replace(LIVE, quotas={user: limit})
+    return replace(LIVE, quotas={} if limit is None else {user: limit}, by_price=by_price)
 
 
 def turn_of(gang: Gang) -> tuple[float, float, float]:

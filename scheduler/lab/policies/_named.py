@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from scheduler.deadline import Overhead, Rules
 from scheduler.lab.policies._elasticflow import ElasticFlow
@@ -15,6 +16,7 @@ _LARGE = 256
 
 POLICIES: Mapping[str, Callable[[Rules, float, float], SimulatedPolicy]] = {
     "geofed": lambda rules, slot_s, error: Live(rules, error),
+    "geofed-by-price": lambda rules, slot_s, error: Live(replace(rules, by_price=True), error, "geofed-by-price"),
     "elasticflow": lambda rules, slot_s, error: ElasticFlow(slot_s),
     "elasticflow-singly": lambda rules, slot_s, error: ElasticFlow(slot_s, singly=True),
     "edf": lambda rules, slot_s, error: EarliestDeadline(slot_s),

@@ -290,6 +290,38 @@ def test_a_quota_bounds_what_a_user_is_promised_at_once() -> None:
     assert offer(0.0, room(east=8, west=8), [held], gang("more", 100.0, 50.0, user="bob"), rules).deadline_s == 50.0
 
 
+def test_by_price_a_large_job_takes_no_place_of_small_ones_where_little_is_free() -> None:
+    rules, capacities = replace(EXACT, by_price=True), room(east=10, west=10)
+    small = [gang(f"small-{n}", 100.0, 100.0, most=1) for n in range(8)]
+    others = [*small, gang("done", 1.0, 10.0), gang("soon", 1.0, 10.0)]
+    large = gang("large", 190.0, 100.0, most=2)
+    assert offer(0.0, capacities, others, large, EXACT).deadline_s == 100.0
+    told = offer(0.0, capacities, others, large, rules)
+    assert told.deadline_s is None
+    assert told.too_large is not None
+    size, most = told.too_large
+    assert size == pytest.approx(2 * 190.0, rel=0.01)
+    assert 200.0 <= most < size, "in both regions; the usual size is the least limit"
+    assert offer(0.0, capacities, others, gang("equal", 80.0, 100.0, most=1), rules).deadline_s == 100.0
+    assert offer(0.0, capacities, others[:9], large, rules).deadline_s == 100.0, "nine tell of no usual size"
+    assert offer(0.0, room(east=40, west=40), others, large, rules).deadline_s == 100.0, "most is free"
+    longer = replace(large, later=(1000.0,))
+    assert offer(0.0, capacities, others, longer, rules).deadline_s == 1000.0, "until then most is free"
+    assert offer(0.0, capacities, others, replace(large, value=4.0), rules).deadline_s == 100.0, "it is worth four"
+
+
+@settings(deadline=None, max_examples=budget(60))
+@given(st.lists(gangs().map(lambda made: made[0]), min_size=11, max_size=14), CAPACITIES)
+def test_by_price_nothing_is_promised_that_does_not_fit(
+    drawn: list[Gang], capacities: dict[str, DeviceCapacity]
+) -> None:
+    new, *others = (replace(one, name=f"j{number}") for number, one in enumerate(drawn))
+    new = replace(new, deadline_s=min(new.deadline_s, 400.0))
+    fits = offer(0.0, capacities, others, new, LIVE)
+    told = offer(0.0, capacities, others, new, replace(LIVE, by_price=True))
+    assert told == fits or (told.deadline_s is None and told.too_large is not None)
+
+
 def test_best_effort_work_takes_nothing_of_a_quota() -> None:
     rules = replace(EXACT, quotas={"ann": 2})
     runs = gang("runs", 100.0, most=1, held=0, fixed=True, user="ann")

@@ -13,7 +13,6 @@ from support.budget import budget
 from scheduler.deadline import (
     LIVE,
     AssignmentPace,
-    DeadlineJob,
     DeviceCapacity,
     Gang,
     KindAllotment,
@@ -51,9 +50,7 @@ def test_a_job_with_slack_takes_preemptible_workers_and_leaves_them_at_the_last_
     paces = (AssignmentPace({"east": 1, "west": 1}, 1.0), AssignmentPace({"east": 2, "west": 2}, 1.5))
     job, now = Gang("job", paces, 100.0, 200.0), 0.0
     held: Mapping[str, Reservation] = {}
-    alone = latest_exit(
-        DeadlineJob(100.0, 200.0), SpeedCurve((2, 4), (1.0, 1.5)), 0.0, EXACT.overhead, EXACT.kept_margin
-    )
+    alone = latest_exit(100.0, 200.0, SpeedCurve((2, 4), (1.0, 1.5)), 0.0, EXACT.overhead, EXACT.kept_margin)
     while True:
         answer = allot_kinds(now, room(east=2, west=2), room(east=1, west=1), [job], EXACT, held)
         held, job = answer.held, going(job, answer)

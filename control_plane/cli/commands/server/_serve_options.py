@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 __all__ = [
+    "AdmitByPrice",
     "Advertised",
     "AgentListen",
     "DashboardUrl",
@@ -96,6 +97,14 @@ OidcClaim = Annotated[str, typer.Option(metavar="CLAIM", help="Claim of the ID t
 DashboardUrl = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Where browsers reach the dashboard, behind an ingress; for sign-ins there."),
+]
+
+AdmitByPrice = Annotated[
+    bool,
+    typer.Option(
+        "--admit-by-price",
+        help="While little is free, refuse deadlines of jobs far larger than usual, so that more deadlines are met.",
+    ),
 ]
 
 ReadyFile = Annotated[Path | None, typer.Option(help="File to write the actual ports to once all listen.")]

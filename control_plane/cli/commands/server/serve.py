@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from control_plane.cli._database import DEFAULT_STATE_DIR, DatabaseUrl, DatabaseUrlFile, StateDir, database_url_of
 from control_plane.cli.commands.server._serve_options import (
+    AdmitByPrice,
     Advertised,
     AgentListen,
     DashboardUrl,
@@ -56,6 +58,7 @@ def serve(
     tls_certificate_file: TlsCertificateFile = None,
     tls_key_file: TlsKeyFile = None,
     keep: KeepRules = None,
+    admit_by_price: AdmitByPrice = False,
     track: Places = None,
     oidc_issuer: OidcIssuer = None,
     oidc_client_id: OidcClientId = None,
@@ -66,8 +69,6 @@ def serve(
     log_format: LogFormat = "text",
 ) -> None:
     """Run the control plane."""
-    import asyncio
-
     _prepare(log_format)
     from control_plane import server
 
@@ -85,6 +86,7 @@ def serve(
         given=_given(tls_ca_file, tls_certificate_file, tls_key_file),
         ready_file=ready_file,
         keep=_rules(keep or []),
+        admits_by_price=admit_by_price,
         track=_places(track or []),
         oidc=_oidc(oidc_issuer, oidc_client_id, oidc_client_secret_file, oidc_claim, dashboard_url),
         log_format=log_format,
