@@ -32,8 +32,6 @@ class RunningJob:
     started_s: float = math.inf
     ended_s: float = math.inf
     device_s: float = 0.0
-    run_s: float = 0.0
-    """Time with devices, pauses included."""
     seen_share: int = 0
     """The share on which it has made steps last; 0: none yet."""
     slowness: float = 1.0
@@ -194,12 +192,10 @@ class _Simulation:
             end_s = begin + job.left / rate
             if end_s <= at + 1e-9:
                 job.device_s += job.share * (end_s - self.now)
-                job.run_s += end_s - self.now
                 job.left, job.ended_s = 0.0, end_s
                 done = True
                 continue
             job.device_s += job.share * (at - self.now)
-            job.run_s += at - self.now
             if at > begin:
                 job.left -= (at - begin) * rate
                 believed = job.believed.rate(job.share)

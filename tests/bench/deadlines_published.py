@@ -87,7 +87,6 @@ class _Published:
                 continue
             name, rate = job.name, job.rate()
             job.device_s += job.share * (now - before)
-            job.run_s += now - before
             steps = max(0.0, min(now, self.real_ends_s[name]) - before - self.pauses_s[name]) * rate
             if now >= self.ends_s[name] or steps >= job.left:
                 over.append(job)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from scheduler.deadline import Overhead, Rules
 from scheduler.lab.policies._elasticflow import ElasticFlow
-from scheduler.lab.policies._fair import FinishTimeFairness, Speedups, TimeSlices
+from scheduler.lab.policies._pollux import Speedups
 from scheduler.lab.policies._simple import EarliestDeadline, EarliestDeadlineWithAdmission, Tiresias
 from scheduler.simulate import Live, Pauses, SimulatedPolicy
 
@@ -23,8 +23,6 @@ POLICIES: Mapping[str, Callable[[Rules, float, float], SimulatedPolicy]] = {
     "edf-pareto": lambda rules, slot_s, error: EarliestDeadline(0.0, pareto=True),
     "edf-admission": lambda rules, slot_s, error: EarliestDeadlineWithAdmission(),
     "tiresias": lambda rules, slot_s, error: Tiresias(slot_s),
-    "gandiva-like": lambda rules, slot_s, error: TimeSlices(slot_s),
-    "themis-like": lambda rules, slot_s, error: FinishTimeFairness(slot_s),
     "pollux-like": lambda rules, slot_s, error: Speedups(slot_s),
 }
 """Policies by name; made for our rules, the length of slots, and the error of curves, of which each uses what it
