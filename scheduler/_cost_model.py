@@ -138,6 +138,9 @@ class Exchanges:
     """USD of egress in a round."""
     background: Bools
     """Whether training continues meanwhile."""
+    apart: Floats
+    """Seconds between two of them at least, where training continues: less than `seconds` where several are under way
+    at once."""
     contact: Floats
     """Seconds until all regions have contact."""
     links: Floats
@@ -147,9 +150,11 @@ class Exchanges:
     0: so much less."""
 
     @classmethod
-    def one(cls, seconds: float, *, background: bool, contact: float, links: float, beyond: float) -> Exchanges:
+    def one(
+        cls, seconds: float, *, background: bool, apart: float, contact: float, links: float, beyond: float
+    ) -> Exchanges:
         """Return a single one, whose egress is billed link by link (`scheduler/_estimate.py`)."""
-        return cls(*(np.array([value]) for value in (seconds, 0.0, background, contact, links, beyond)))
+        return cls(*(np.array([value]) for value in (seconds, 0.0, background, apart, contact, links, beyond)))
 
     def at(self, places: Sequence[int]) -> Exchanges:
         """Return some of them."""
@@ -265,10 +270,10 @@ def course(
 def standing_seconds(each: Floats, exchanges: Exchanges) -> Floats:
     """Return the seconds of a round for which the slowest region's workers stand still for the exchange.
 
-    In the background that is what is longer than the compute. Where regions wait for each other, the updates of faster
-    ones travel while the slowest one computes. A round then takes the largest mean of compute and way over all cycles
-    of regions (max-plus algebra; Baccelli et al., Synchronization and Linearity, 1992, section 3.2): that of the two
-    slowest, or the compute of the slowest one alone.
+    In the background that is by how much exchanges are further apart than the compute takes. Where regions wait for
+    each other, the updates of faster ones travel while the slowest one computes. A round then takes the largest mean of
+    compute and way over all cycles of regions (max-plus algebra; Baccelli et al., Synchronization and Linearity, 1992,
+    section 3.2): that of the two slowest, or the compute of the slowest one alone.
 
     Args:
         each: seconds of a round's steps, shape (..., regions); the result has the shape (..., exchanges).
@@ -278,7 +283,7 @@ def standing_seconds(each: Floats, exchanges: Exchanges) -> Floats:
     alone = each.shape[-1] < 2 or exchanges.background.all()
     second = compute if alone else np.partition(each, -2, axis=-1)[..., -2, None]
     waited = exchanges.seconds - np.minimum((compute - second) / 2, exchanges.links)
-    return np.asarray(np.where(exchanges.background, np.maximum(0.0, exchanges.seconds - compute), waited))
+    return np.asarray(np.where(exchanges.background, np.maximum(0.0, exchanges.apart - compute), waited))
 
 
 def slice_ends(work_seconds: float, slice_seconds: float, step_seconds: float, own: Overheads) -> int:

@@ -242,6 +242,7 @@ def _exchanges(plan: Plan, topology: Topology, model_bytes: int, beyond: float) 
     return Exchanges.one(
         seconds,
         background=plan.background,
+        apart=seconds_apart(topology, model_bytes, plan.codec, plan.wan_settings),
         contact=contact_seconds(topology),
         links=topology.seconds if topology.links else 0.0,
         beyond=beyond,
@@ -351,6 +352,19 @@ def exchange_seconds(topology: Topology, model_bytes: int, codec: str) -> float:
     if not topology.links:
         return 0.0
     return coding_seconds(model_bytes, codec) + _handling_seconds(topology) + topology.seconds
+
+
+def seconds_apart(topology: Topology, model_bytes: int, codec: str, settings: Mapping[str, float]) -> float:
+    """Return the seconds between two exchanges in the background at least.
+
+    With a quorum, workers wait for updates of ``lead`` rounds ago (stale synchronous parallel, Ho et al. 2013), or for
+    none: then that many exchanges are under way at once, and only what carries them all bounds how often one begins.
+    """
+    whole = exchange_seconds(topology, model_bytes, codec)
+    if "lead" not in settings or not topology.links:
+        return whole
+    busy = max(coding_seconds(model_bytes, codec) + _handling_seconds(topology), topology.busy_seconds)
+    return max(busy, whole / (settings["lead"] + 1)) if settings["lead"] else busy
 
 
 def _handling_seconds(topology: Topology) -> float:

@@ -14,6 +14,7 @@ from scheduler._estimate import (
     contact_seconds,
     exchange_seconds,
     round_end_seconds,
+    seconds_apart,
     stands_beyond,
 )
 from scheduler._link import line_bytes, update_bytes
@@ -118,6 +119,7 @@ def exchange_options(
         seconds=np.array([way.seconds for way in each]),
         usd=np.array([way.topology.usd_per_round for way in each]),
         background=np.array([way.background for way in each]),
+        apart=np.array([seconds_apart(way.topology, model_bytes, way.codec, demand.wan_settings) for way in each]),
         contact=np.array([contact for _, contact in found]),
         links=np.array([way.topology.seconds for way in each]),
         beyond=np.array([stands_beyond(snapshot, model_bytes, background=way.background) for way in each]),

@@ -374,6 +374,7 @@ def _undominated(ways: ExchangeOptions) -> tuple[int, ...]:
         [
             its.seconds,
             its.seconds - its.links,
+            its.apart,
             its.usd,
             its.contact,
             ways.coding,

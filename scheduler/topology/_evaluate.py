@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from scheduler._link import LinkTable
+from scheduler._link import LinkTable, line_bytes
 from scheduler.topology import mesh, partial_mesh, ring, star, tree, two_level
 from scheduler.topology._contract import Candidate, Network, TopologyKind, components
 from scheduler.topology._exchange_time import MANY, Links, carried_updates, links_among, mesh_seconds
@@ -67,6 +67,8 @@ class Topology:
     """Round-trip time of the link on which it is longest."""
     least_bytes_per_second: float = math.inf
     """Rate of the slowest link."""
+    busy_seconds: float = 0.0
+    """Seconds for which a round's updates occupy the link that they occupy longest."""
 
     @cached_property
     def sent(self) -> dict[str, dict[str, int]]:
@@ -126,6 +128,8 @@ class _Load:
     """As `Topology.busiest_updates`."""
     longest_rtt_seconds: float
     least_bytes_per_second: float
+    busiest_per_rate: float
+    """Updates that a link carries in a round over its rate, where that is most."""
 
 
 def evaluate_topologies(
@@ -230,7 +234,7 @@ def _load(candidate: Candidate, links: Links, pairs: tuple[tuple[str, str], ...]
         # Each link carries one update: nothing needs to be counted.
         longest, slowest = float((links.rtt * links.there).max()), float(links.rate[links.there].min(initial=math.inf))
         usd = float(links.usd_per_gb.sum())
-        return _Load(pairs or tuple(combinations(names, 2)), (), usd, 2 * (size - 1), longest, slowest)
+        return _Load(pairs or tuple(combinations(names, 2)), (), usd, 2 * (size - 1), longest, slowest, 1 / slowest)
     neighbours = _neighbours(range(size), candidate.links)
     carried = carried_updates(neighbours)
     source, target = np.array(list(carried)).T
@@ -245,6 +249,7 @@ def _load(candidate: Candidate, links: Links, pairs: tuple[tuple[str, str], ...]
         busiest=int(handled.max()),
         longest_rtt_seconds=float(links.rtt[used].max(initial=0.0)),
         least_bytes_per_second=float(links.rate[used].min(initial=math.inf)),
+        busiest_per_rate=float((updates / links.rate[source, target]).max(initial=0.0)),
     )
 
 
@@ -262,6 +267,7 @@ def _topology(kind: str, candidate: Candidate, load: _Load, network: Network, up
         busiest_updates=load.busiest,
         longest_rtt_seconds=load.longest_rtt_seconds,
         least_bytes_per_second=load.least_bytes_per_second,
+        busy_seconds=load.busiest_per_rate * line_bytes(update_bytes),
     )
 
 

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -27,6 +28,8 @@ __all__ = ["ConnectionReplaced", "DirectConnection", "LinkMeter"]
 
 _SLOW_SECONDS = 5.0
 """After this time an unfinished first update bounds the rate of a link that has carried none before."""
+_TOLD_UPDATES = 8
+"""Last updates that tell a link's rate: as many as are sent concurrently, of which some may have a few bytes only."""
 _MIN_OVERDUE_SECONDS = 1.0
 """A transfer is not overdue before this time."""
 _OVERDUE_FACTOR = 4.0
@@ -51,7 +54,7 @@ class LinkMeter:
     """Round-trip time: the kernel's for bulk streams, otherwise the duration of the last offer, or of a shorter
     transfer since."""
     mbps: float = 0.0
-    """Payload rate of the last update in Mbit/s."""
+    """Payload rate of the last update in Mbit/s, its acknowledgement included."""
     streams: int = 0
     """Bulk streams that carried the last update; 0: it was sent through the exchange port."""
     failures: int = 0
@@ -61,6 +64,25 @@ class LinkMeter:
     """Why the last attempt failed, if ``up`` is false; for operators alone."""
     slow_path: str = ""
     """Why large updates take a slower path than bulk streams that this side opens; empty: they do not."""
+    _told: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_TOLD_UPDATES))
+    """Bytes and seconds of the last updates that passed the exchange port."""
+
+    def carried(self, lacked_bytes: int, seconds: float) -> None:
+        """Record that an update has passed the exchange port."""
+        self.rtt_ms = min(self.rtt_ms, seconds * 1e3)
+        self._told.append((lacked_bytes, max(seconds, 1e-6)))
+        self.mbps = lacked_bytes * 8 / 1e6 / max(seconds, 1e-6)
+
+    def mbps_of(self, update_bytes: int) -> float:
+        """Return the payload rate of updates of a size in Mbit/s: that of the last one of half the size or more.
+
+        Smaller ones take a round trip however fast the link is: from them follows what it is at most.
+        """
+        if self.streams or not self._told:
+            return self.mbps
+        fit = (one for one in reversed(self._told) if 2 * one[0] >= update_bytes)
+        size, seconds = next(fit, (update_bytes, self._told[-1][1]))
+        return size * 8 / 1e6 / seconds
 
 
 class ConnectionReplaced(GeofedError):
@@ -111,22 +133,25 @@ class DirectConnection:
         finally:
             self._carrying = None
 
-    @property
-    def mbps(self) -> float:
-        """Payload rate of the last update in Mbit/s; less if the current transfer already takes longer than that rate
-        explains."""
+    def mbps_of(self, update_bytes: int) -> float:
+        """Return the payload rate in Mbit/s (`LinkMeter.mbps_of`); less if the current transfer already takes longer
+        than that rate explains."""
         begun, total = self._carrying or (math.inf, 0)
         seconds = time.monotonic() - begun
-        last = min(self._meter.mbps, self._stalled_mbps)
-        if seconds <= 0 or (not last and seconds < _SLOW_SECONDS):
+        last = min(self._meter.mbps_of(update_bytes), self._stalled_mbps)
+        usual = max(_MIN_OVERDUE_SECONDS, self._usual_seconds(total)) if last else _SLOW_SECONDS
+        if seconds <= usual:
             return last
-        at_most = total * 8 / 1e6 / seconds
+        at_most = max(total, update_bytes) * 8 / 1e6 / seconds
         return min(last or at_most, at_most)
 
     def overdue_seconds(self, total_bytes: int) -> float:
         """Return after how many seconds a transfer of so many bytes is overdue. The rate of the link must be known."""
-        usual = total_bytes * 8 / 1e6 / self._meter.mbps + 2 * self._meter.rtt_ms / 1e3
-        return max(_MIN_OVERDUE_SECONDS, _OVERDUE_FACTOR * usual)
+        return max(_MIN_OVERDUE_SECONDS, _OVERDUE_FACTOR * self._usual_seconds(total_bytes))
+
+    def _usual_seconds(self, total_bytes: int) -> float:
+        """Return the seconds that so many bytes take at the known rate, at most."""
+        return total_bytes * 8 / 1e6 / self._meter.mbps_of(total_bytes) + 2 * self._meter.rtt_ms / 1e3
 
     def quiet_seconds(self) -> float:
         """Return for how many seconds the current transfer may make no progress before a new connection is opened."""
@@ -181,8 +206,7 @@ class DirectConnection:
         reply = await self._watched(call, progress)
         seconds, lacked = time.monotonic() - begun, sum(end - begin for begin, end in missing)
         if progress.sent_bytes >= lacked:  # else the peer got the rest elsewhere, and the duration says nothing
-            self._meter.rtt_ms = min(self._meter.rtt_ms, seconds * 1e3)
-            self._meter.mbps = lacked * 8 / 1e6 / max(seconds, 1e-6)
+            self._meter.carried(lacked, seconds)
         self._meter.streams = 0
         self.reached = True
         return reply

@@ -160,9 +160,13 @@ class PeerSender:
 
     @property
     def mbps(self) -> float:
-        """Payload rate of the last update in Mbit/s; less if the current transfer already takes longer than that rate
-        explains."""
-        return self._direct.mbps
+        """Payload rate in Mbit/s (`mbps_of`), of updates of any size."""
+        return self.mbps_of(0)
+
+    def mbps_of(self, update_bytes: int) -> float:
+        """Return the payload rate of updates of a size in Mbit/s; less if the current transfer already takes longer
+        than that rate explains."""
+        return self._direct.mbps_of(update_bytes)
 
     async def run(self) -> None:
         """Send updates until cancelled."""

@@ -296,7 +296,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             wait_seconds=self._engine.standstill.seconds,
             time=common_pb2.RoundTime(**self._engine.times),
             link_rtt_ms={region: peer_sender.meter.rtt_ms for region, peer_sender in peer_senders.items()},
-            link_mbps={region: peer_sender.mbps for region, peer_sender in peer_senders.items()},
+            link_mbps={region: one.mbps_of(progress.update_bytes) for region, one in peer_senders.items()},
             samples_per_second=progress.samples_per_second,
             staleness=progress.staleness,
             refused=progress.refused,

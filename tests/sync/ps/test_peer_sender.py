@@ -12,6 +12,7 @@ import pytest
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
+from sync.file_transfer.direct import LinkMeter
 from sync.file_transfer.manifest import Manifest, PeerAddress
 from sync.file_transfer.peer_sender import PeerSender, SenderCallbacks
 from sync.tcp_streams.sockets import Tls
@@ -230,3 +231,17 @@ def test_of_small_updates_no_more_is_on_its_way_at_once_than_the_link_holds(
     before, train = asyncio.run(trains())
     assert before == []
     assert [manifest.sequence for manifest in train] == [*range(1, at_once + 1)]
+
+
+def test_an_update_of_a_few_bytes_tells_no_rate_of_its_link() -> None:
+    """What a filter passes varies: most of a small one's time is the round trip."""
+    meter = LinkMeter(rtt_ms=100.0)
+    meter.carried(100_000, 0.2)
+    meter.carried(400, 0.1)
+    assert meter.mbps_of(50_000) == meter.mbps_of(200_000) == 4.0
+    assert meter.mbps_of(400) == 0.032, "of those as small"
+    for _ in range(8):
+        meter.carried(400, 0.1)
+    assert meter.mbps_of(100_000) == 8.0, "a large one takes no less time"
+    meter.carried(100_000, 2.0)
+    assert meter.mbps_of(100_000) == 0.4, "a link that has become slower shows at once"
