@@ -193,13 +193,14 @@ class LocalFederation:
         return self.folder / "regions" / name
 
     def join(self, *regions: RegionSite) -> None:
-        """Write the region files, and have regions join that have not joined yet."""
+        """Write the region files, and have regions join that have not joined yet. With an emulator they are invited:
+        their agents join when they start."""
         new = [region.name for region in regions if not self._write_region_file(region)]
         if self.emulator is None:
             self.ask(lambda client: self._enrol(client, new))
         else:
-            with ThreadPoolExecutor(max_workers=max(1, len(new))) as joining:
-                list(joining.map(self._enrol_by_commands, new))
+            with ThreadPoolExecutor(max_workers=max(1, len(new))) as inviting:
+                list(inviting.map(self._invite, new))
 
     def _write_region_file(self, region: RegionSite) -> bool:
         """Write the region file; True if the region has joined."""
@@ -224,29 +225,21 @@ class LocalFederation:
             invitation = await client.invite(name)
             await join_federation(invitation.token, self.region_state(name) / "state")
 
-    def _enrol_by_commands(self, name: str) -> None:
-        """Invite and join a region with commands, in the network namespaces of the control plane and of the region."""
-        state = self.region_state(name)
-        token_file = state / "invitation"
-        token_file.touch(mode=0o600)
-        token_file.write_text(self.control_plane("region", "invite", name).stdout)
-        argv = [
-            *_program("region_agent.cli"),
-            "join",
-            "--token-file",
-            str(token_file),
-            "--state-dir",
-            str(state / "state"),
-        ]
-        process = self._spawn(name, argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        _, err = process.communicate(timeout=60)
-        if process.returncode:
-            raise GeofedError("INTERNAL", f"region {name} could not join: {err}")
+    def _invite(self, name: str) -> None:
+        """Invite a region with a command in the network namespace of the control plane."""
+        file = self._invitation(name)
+        file.touch(mode=0o600)
+        file.write_text(self.control_plane("region", "invite", name).stdout)
+
+    def _invitation(self, name: str) -> Path:
+        return self.region_state(name) / "invitation"
 
     def start_agent(self, name: str) -> None:
         """Start a region's agent, with the state of its last run, if there was one."""
         folder = self.region_state(name)
         options = ["--config", str(folder / "region.yaml"), "--state-dir", str(folder / "state"), *self._agent_options]
+        if self._invitation(name).exists():
+            options += ["--token-file", str(self._invitation(name))]
         self.processes[name] = self._popen(name, "region_agent.cli", ["run", *options], f"agent-{name}")
 
     def agent_status(self, name: str) -> dict[str, Any]:
