@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import os
 import resource
 import socket
 import struct
 from collections.abc import Sequence
 from ipaddress import IPv4Address, ip_address
-from pathlib import Path
 
 from geofed_pb.linux import CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUSER, call
 
-__all__ = ["NAMESPACES", "children", "enter", "listen_at"]
+__all__ = ["NAMESPACES", "children", "enter", "listen_at", "read_proc"]
 
 _CLONE_NEWUTS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x04000000, 0x08000000, 0x20000000
 """Flags of setns, as of `linux/sched.h`."""
@@ -51,9 +51,15 @@ def children(pid: int | str = "self") -> list[int]:
     """Return the child processes of a process, including adopted orphans; empty if the kernel does not list them."""
     found: list[int] = []
     with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
+        for task in os.listdir(f"/proc/{pid}/task"):  # not by `Path`, which takes three times as long
+            found += map(int, read_proc(f"{pid}/task/{task}/children").split())
     return found
+
+
+def read_proc(file: str) -> bytes:
+    """Read a file below /proc. Raises ``OSError``."""
+    with open(f"/proc/{file}", "rb", buffering=0) as opened:
+        return opened.readall()
 
 
 def enter(

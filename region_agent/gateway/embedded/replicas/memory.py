@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 import psutil
 
@@ -69,7 +68,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    return int(isolation.read_proc(f"{pid}/statm").split()[1]) * _PAGE_BYTES
 
 
 def usage(pids: Iterable[int]) -> dict[str, float]:
