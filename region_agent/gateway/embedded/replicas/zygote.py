@@ -235,6 +235,9 @@ def main(arguments: list[str] | None = None) -> None:
     linux.die_with_parent(options.parent, signal.SIGTERM)
     sys.path.extend(options.python_path)
     Zygote(socket.socket(fileno=options.link_fd)).run(options.preload)
+    sys.stderr.flush()
+    # Python would take torch's modules apart one by one.
+    os._exit(0)
 
 
 if __name__ == "__main__":
