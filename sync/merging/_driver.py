@@ -102,6 +102,8 @@ class Threads:
                 if isinstance(event, RequestFailed):
                     raise event.error
                 self._ask(part.handle(event), inbox, over, deadline)
+                # Its value is freed before the next one arrives.
+                event = None
         finally:
             over.set()
         return part.result
