@@ -281,6 +281,7 @@ class FencedChannel:
                 raise GeofedError("FENCED", "a newer attempt has taken over")
             left.discard(key)
             yield key, value
+            del value  # so that it can be freed while the next one is awaited
             if not left:
                 return
 
