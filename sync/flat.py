@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,7 @@ from geofed_pb.errors import GeofedError
 from sync.base import Base
 from sync.coordinates import coding_of
 from sync.layout import Layout, Slot, Vector
-from sync.mapped_files import windows
+from sync.mapped_files import buffer_of, windows
 from sync.module_tensors import (
     KINDS,
     Access,
@@ -30,7 +31,7 @@ from sync.module_tensors import (
     version_of,
 )
 
-__all__ = ["FlatModel", "layout_of"]
+__all__ = ["Apart", "FlatModel", "layout_of"]
 
 # Vectors from frames are read-only, which torch does not support; nothing here writes to them. torch warns of that once
 # per process. Trigger the warning now, so that it is not raised in the middle of a step where warnings are errors.
@@ -113,7 +114,7 @@ class FlatModel:
     def vector(self, out: Vector | None = None) -> Vector:
         """Return a copy of the whole state, shape (layout.size,), in ``out`` if it is given."""
         if out is None:
-            out = np.empty(self.layout.size, np.float32)
+            out = np.frombuffer(buffer_of(4 * self.layout.size), np.float32)
         with torch.no_grad():
             self._copy_out(out, 0)
         return out
@@ -255,6 +256,26 @@ class FlatModel:
         return out
 
     @_of_the_module
+    def gradient_parts(self) -> list[Vector]:
+        """Return `gradient` as consecutive vectors, one for each trained parameter and a last one, for `load_parts`:
+        in the memory of ``.grad`` where that is float32 and in this process's main memory, otherwise copies."""
+        apart = Apart()
+        return [*(apart.of(self.gradient_of(n)) for n in range(self.layout.trainable)), self.gradient_tail()]
+
+    @_of_the_module
+    def load_parts(self, parts: Sequence[Vector]) -> None:
+        """Write merged gradients, as `load_gradient` does, given as `gradient_parts` returned them."""
+        *gradients, tail = parts
+        given = tail[self.layout.size - self.layout.trainable_size :]
+        with torch.no_grad():
+            for parameter, merged, some in zip(self.parameters(), gradients, given, strict=True):
+                grad = parameter.grad
+                there = grad is not None and not grad.is_sparse and grad.data_ptr() == merged.ctypes.data
+                if some > 0 and not there:
+                    _set_gradient(parameter, merged)
+        self.load_gradient(tail, self.layout.trainable_size)
+
+    @_of_the_module
     def load_gradient(self, vector: Vector, start: int = 0) -> None:
         """Write merged gradients into ``.grad``, and the merged rest of the state into the module. A parameter without
         a gradient on any worker gets none, so that the optimiser does not change it.
@@ -265,17 +286,14 @@ class FlatModel:
         stop = start + vector.size
         parameters = self.parameters()
         with torch.no_grad():
-            for number, (slot, at) in enumerate(self.layout.places()):
+            for number, (_, at) in enumerate(self.layout.places()):
                 if not (start <= at.start and at.stop <= stop):
                     continue
                 part = vector[at.start - start : at.stop - start]
                 if number >= len(parameters):
                     self._put(number, part)
                     continue
-                parameter, merged = parameters[number], _as_tensor(part).reshape(slot.shape)
-                if parameter.grad is None or parameter.grad.is_sparse:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(merged)
+                _set_gradient(parameters[number], part)
             if stop >= self.layout.gradient_size:
                 given = vector[self.layout.size - start :]
                 for number, parameter in enumerate(parameters):
@@ -363,6 +381,24 @@ class FlatModel:
         """Whether a buffer that is not part of the state is still the same tensor, and was not written to."""
         before, version = self._unlisted.get(name, (None, 0))
         return before is tensor and version == version_of(tensor)
+
+
+class Apart:
+    """Vectors whose memory does not overlap, though gradients may be views of the same memory."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def of(self, vector: Vector) -> Vector:
+        """Return the vector, or a copy if it overlaps one of those before."""
+        begin, end = vector.ctypes.data, vector.ctypes.data + vector.nbytes
+        at = bisect(self._begins, begin)
+        if (at and self._ends[at - 1] > begin) or (at < len(self._begins) and self._begins[at] < end):
+            return vector.copy()
+        self._begins.insert(at, begin)
+        self._ends.insert(at, end)
+        return vector
 
 
 def layout_of(shell: torch.nn.Module, base: Collection[str] = (), local: Collection[str] = ()) -> Layout:
@@ -472,6 +508,18 @@ def _rows_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return a sparse gradient of the non-zero rows, as of an embedding with ``sparse=True``."""
     rows = gradient.reshape(gradient.shape[0], -1).ne(0).any(1).nonzero().reshape(1, -1)
     return torch.sparse_coo_tensor(rows, gradient[rows[0]], gradient.shape, check_invariants=False, is_coalesced=True)
+
+
+def _set_gradient(parameter: torch.Tensor, gradient: Vector) -> None:
+    """Write a gradient into ``.grad``; one that is mapped from a file is read a part at a time."""
+    if parameter.grad is None or parameter.grad.is_sparse:
+        parameter.grad = torch.empty_like(parameter)
+    if not parameter.grad.is_contiguous():
+        parameter.grad.copy_(_as_tensor(gradient).reshape(parameter.shape))
+        return
+    values = parameter.grad.view(-1)
+    for window in windows(gradient.size, gradient):
+        values[window].copy_(_as_tensor(gradient[window]))
 
 
 def _as_tensor(vector: Vector) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Files that are mapped into memory and read once, from begin to end, so that few of their pages count as memory of the
-process at a time."""
+process at a time; and large buffers that are mapped, so that their memory does not stay with the process."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -14,11 +15,13 @@ import numpy as np
 
 from sync.framing import Array
 
-__all__ = ["Releasable", "chunks_of", "locked", "map_file", "pieces_of", "release", "windows"]
+__all__ = ["Releasable", "buffer_of", "chunks_of", "locked", "map_file", "pieces_of", "release", "windows"]
 
 _WINDOW_BYTES = 4 << 20
 """Bytes of float32, of all that is read together, after which their pages are released: few enough for a bound of
 memory, and enough for the call to cost nothing beside them. A choice."""
+_LARGE_BYTES = 4 << 20
+"""Buffers from this size are mapped: two pages of 2 MB, which the kernel has on most machines."""
 
 
 def map_file(path: Path) -> memoryview:
@@ -46,6 +49,22 @@ def locked(descriptor: int, path: Path) -> bool:
         return False
 
 
+class _Buffer(mmap.mmap):
+    """Memory of this process, whose content no file has."""
+
+
+def buffer_of(size: int) -> memoryview:
+    """Return a new buffer of so many bytes. A large one goes back to the system as soon as nothing uses it, also where
+    freed memory is kept (`keep_freed_memory`): there the free parts of the heap rarely fit the next large buffer."""
+    if size < _LARGE_BYTES:
+        return memoryview(bytearray(size))
+    large = _Buffer(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        # With small pages it takes the kernel several times as long to provide the memory.
+        large.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(large)
+
+
 class Releasable(Protocol):
     """Values that are computed from files when they are read."""
 
@@ -63,7 +82,7 @@ def release(*read: Array | memoryview | Releasable) -> None:
         base: object = one
         while isinstance(base, np.ndarray | memoryview):
             base = base.base if isinstance(base, np.ndarray) else base.obj
-        if isinstance(base, mmap.mmap):
+        if isinstance(base, mmap.mmap) and not isinstance(base, _Buffer):
             base.madvise(mmap.MADV_DONTNEED)
 
 

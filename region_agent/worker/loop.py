@@ -81,7 +81,6 @@ class WorkerLoop:
         self._background = False
         self._pending: PendingBoundary | None = None
         self._state_given = 0.0
-        self._snapshot: Vector | None = None
         self._applied: list[PendingBoundary] = []
         """Boundaries whose correction has been added. Unmapping a correction takes as long as adding it, so they are
         released by the background thread."""
@@ -204,7 +203,9 @@ class WorkerLoop:
             tensors, numbers = self._trainer.dump_state()
             # Copied, since the next steps change the optimiser's tensors.
             state = {name: np.array(array) for name, array in tensors.items()}, numbers
-        reply = self._executor.submit(self._upload_and_exchange, server, request, model, state)
+        # Separate calls, so that the copies are freed before the correction is read.
+        uploaded = self._executor.submit(self._upload, request, model, state)
+        reply = self._executor.submit(self._exchange, server, request, uploaded)
         self._set_pending(request, self._round, reply)
         self._round = RoundSums()
 
@@ -214,11 +215,10 @@ class WorkerLoop:
         Where the channel is memory, the copy is made there: it takes as long, and this process needs no other.
         """
         at_once = self._trainer.alone and self._channel.in_memory
-        model = self._trainer.present(self._snapshot, lasting=not at_once)
+        model = self._trainer.present(lasting=not at_once)
         if isinstance(model, list):
             self._upload(request, model, None)
             return None
-        self._snapshot = model
         return model
 
     def _set_pending(
@@ -235,15 +235,12 @@ class WorkerLoop:
         self._until = min(request.step + overlapped_steps(each), total)
         self._pending = PendingBoundary(request, sums, self._until, reply)
 
-    def _upload_and_exchange(
-        self, server: PsClient, request: worker_pb2.BoundaryRequest, model: Vector | None, state: State | None
+    def _exchange(
+        self, server: PsClient, request: worker_pb2.BoundaryRequest, uploaded: Future[None] | None = None
     ) -> BoundaryAnswer:
-        """``model``: None: it is uploaded."""
-        self._applied.clear()
-        self._upload(request, model, state)
-        return self._exchange(server, request)
-
-    def _exchange(self, server: PsClient, request: worker_pb2.BoundaryRequest) -> BoundaryAnswer:
+        """``uploaded``: of the model; None: it was uploaded before."""
+        if uploaded is not None:
+            uploaded.result()
         reply = server.boundary(request)
         return reply, self._correction(reply.correction_key)
 
@@ -255,7 +252,16 @@ class WorkerLoop:
         """
         if self._pending is None or self._step < self._pending.due:
             return False
-        ended = self._pending
+        reply = self._apply_answer(self._pending)
+        self._until = reply.until_step
+        self._completed, self._pending = reply.round, None
+        self._executor.submit(self._applied.clear)
+        self._round_ended()
+        if reply.evaluate:
+            self._evaluate(server)
+        return reply.finished
+
+    def _apply_answer(self, ended: PendingBoundary) -> worker_pb2.BoundaryReply:
         self._waits_for = ended.request.round
         reply, correction = ended.reply.result()
         self._waits_for = 0
@@ -266,12 +272,7 @@ class WorkerLoop:
         elif correction is not None:
             self._flat.add(correction)
             self._applied.append(ended)
-        self._until = reply.until_step
-        self._completed, self._pending = reply.round, None
-        self._round_ended()
-        if reply.evaluate:
-            self._evaluate(server)
-        return reply.finished
+        return reply
 
     def _round_ended(self) -> None:
         self._recorder.round = self._completed
@@ -515,7 +516,7 @@ class WorkerLoop:
             prefixed |= {f"c/{name}": array for name, array in state.tensors.items()}
             facts |= {f"c/{name}": value for name, value in state.facts.items()}
         # What is for others may be stored in the background.
-        model = self._trainer.present(self._snapshot if self._pending is None else None, lasting=for_others)
+        model = self._trainer.present(lasting=for_others)
         return framing.encode({"model": model, **prefixed}, facts)
 
     def _delete_state(self) -> str:

@@ -146,12 +146,13 @@ class RedisChannel:
             large = [name for name in signs if name not in small]
             try:
                 with closing(self._server.ask_pipelined([("GET", name) for name in large])) as replies:
-                    for name, reply in zip(large, replies, strict=True):
-                        value = self._value(name, reply)
+                    for name in large:
+                        value = self._value(name, next(replies))
                         if value is None:
                             seen[name] = signs[name][0]
                         else:
                             yield left.pop(name), value
+                        del value  # so that it can be freed while the next one is awaited
                 retries.reset()
             except ConnectionLost as lost:
                 retries.pause(lost)

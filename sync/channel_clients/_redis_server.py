@@ -134,6 +134,7 @@ class Server:
                 # After a refusal the other replies are read and dropped, so that the connection can be used again.
                 if not refused:
                     yield reply
+                reply = None  # so that it can be freed while the next one is read
             if refused:
                 self._meter.count(failures=1)
                 raise self._refusal(refused)

@@ -13,6 +13,7 @@ from typing import Any
 from redis._parsers import _RESP2Parser
 
 from sync.channel import Buffer
+from sync.mapped_files import buffer_of
 
 __all__ = ["Argument", "InPlaceParser", "packed"]
 
@@ -70,7 +71,7 @@ class InPlaceParser(_RESP2Parser):
         def read(length: int, *arguments: Any, **options: Any) -> Buffer:
             if length < _IN_PLACE_BYTES:
                 return bytes(read_small(length, *arguments, **options))
-            target = memoryview(bytearray(length + len(b"\r\n")))
+            target = buffer_of(length + len(b"\r\n"))
             have = stored.readinto(target)
             while have < target.nbytes:
                 got = sock.recv_into(target[have:])

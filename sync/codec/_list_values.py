@@ -14,6 +14,7 @@ import numpy.typing as npt
 from sync.codec._arrays import require
 from sync.codec.bf16 import BFloat16
 from sync.layout import Vector
+from sync.mapped_files import windows
 
 __all__ = ["VALUE_FORMATS", "Bytes", "Float8", "Int4", "ValueFormat"]
 
@@ -39,10 +40,13 @@ class _Float32:
     lossy = False
 
     def pack(self, values: Vector) -> Bytes:
-        return values.astype("<f4").view(np.uint8)
+        return values.astype("<f4", copy=False).view(np.uint8)
 
     def unpack(self, packed: Bytes, count: int) -> Vector:
-        return np.frombuffer(packed.tobytes(), "<f4").astype(np.float32)
+        out, given = np.empty(count, np.float32), np.ascontiguousarray(packed).view("<f4")
+        for window in windows(count, packed):
+            out[window] = given[window]
+        return out
 
     def nbytes(self, count: int) -> int:
         return 4 * count

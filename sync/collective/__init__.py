@@ -4,7 +4,7 @@ Each collective is a module of this package, which holds no machinery: `sync.mer
 """
 
 from sync.collective._choice import Choice, best_groups, choose, owners_of_lists
-from sync.collective._contract import Collective, CollectiveMethod, Merged, Settings, Settled, State
+from sync.collective._contract import Collective, CollectiveMethod, Merged, Model, Settings, Settled, State
 from sync.collective._estimate import Estimate, Merge, Merges, estimate, merge_terms
 from sync.collective._form import TERMS, ChannelCosts, Correction, MergeForm, MergeTerms
 from sync.collective._registry import collective_named, collectives
@@ -23,6 +23,7 @@ __all__ = [
     "MergeTerms",
     "Merged",
     "Merges",
+    "Model",
     "Settings",
     "Settled",
     "State",

@@ -14,7 +14,7 @@ from sync.collective._by_owners import by_owners
 from sync.collective._form import ChannelCosts, MergeForm, MergeTerms
 from sync.layout import Vector
 
-__all__ = ["Collective", "CollectiveMethod", "Merged", "Settings", "Settled", "State"]
+__all__ = ["Collective", "CollectiveMethod", "Merged", "Model", "Settings", "Settled", "State"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,10 @@ class Settings:
     lists of 16 bytes per entry. For comparison only."""
     poll_seconds: float = 0.1
     """``faithful``: pause between two polls. LambdaML: 0.1; FasDL: 0, a busy loop."""
+
+
+Model = Vector | list[Vector]
+"""A model, float32 of shape (n,), or consecutive parts of it."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +106,20 @@ class Collective(Protocol):
     @property
     def shares(self) -> Literal["mean", "changes"]: ...
 
-    def merge(self, step: int, vector: Vector, weight: float, model: Vector | None = None) -> tuple[Merged, ...]:
+    def merge(self, step: int, vector: Vector, weight: float, model: Model | None = None) -> tuple[Merged, ...]:
         """Merge one step's vectors, shape (n,), with weights in samples; return the merged vectors to apply now, oldest
         first.
 
         That is the result of this step, except with staleness. Steps must ascend. The caller may change the vector
-        again when this returns. ``model`` is what the vector is a change of, for collectives of changes.
+        again when this returns. ``model`` is what the vector is a change of, for collectives of changes, which merge
+        in the memory of the vector.
         """
 
-    def settle(self, step: int, model: Vector) -> Settled:
+    def settle(self, step: int, model: Vector | None) -> Settled:
         """End a WAN round after ``step``: afterwards all workers hold the same model, bit for bit.
 
-        ``model``, shape (n,), is the model that this worker holds; collectives of means ignore it.
+        ``model``, shape (n,), is the model that this worker holds; collectives of means need none, those of changes
+        merge in its memory.
         """
 
     def state(self) -> State:

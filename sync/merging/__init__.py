@@ -6,6 +6,7 @@ from sync.merging._mean_collective import Buckets, MeanCollective
 from sync.merging._members import Member, chunk_bounds, owners
 from sync.merging._merge_order import OrderedSum
 from sync.merging._opening import open_collective
+from sync.merging._parted import PartedVector
 from sync.merging._probe import probe
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "MeanCollective",
     "Member",
     "OrderedSum",
+    "PartedVector",
     "SignificanceFilter",
     "chunk_bounds",
     "open_collective",

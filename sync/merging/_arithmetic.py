@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
+from sync import framing
 from sync.codec import Codec, ErrorFeedback, Tensors, codec_named, is_list_format, with_state
 from sync.layout import Vector
 from sync.merging._merge_order import Numbers, OrderedSum
+from sync.merging._parted import PartedVector
 from sync.merging.lists import Lists, ListsAndState
 
-__all__ = ["Arithmetic", "MeanOf"]
+__all__ = ["Arithmetic", "Arrays", "MeanOf", "Values"]
+
+Arrays = Mapping[str, framing.Array | Sequence[framing.Array]]
+"""Arrays of a frame, by name; a vector may be given in consecutive parts."""
+
+
+Values = Vector | PartedVector
+"""Values of a chunk."""
 
 
 class Arithmetic(Protocol):
     """Encodes and merges chunks. Chunks are identified by number; shapes are (length of the chunk,)."""
 
-    def part(self, chunk: int, values: Vector) -> Tensors:
+    def part(self, chunk: int, values: Any) -> Arrays:
         """Return the arrays that are sent to the chunk's owner."""
 
-    def own(self, chunk: int, values: Vector) -> Numbers:
+    def own(self, chunk: int, values: Any) -> Numbers:
         """Return the values that the owner itself adds; they must not change until the chunk is merged."""
 
     def read_part(self, chunk: int, tensors: Tensors, size: int) -> Numbers:
@@ -31,7 +40,7 @@ class Arithmetic(Protocol):
 
     def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> OrderedSum: ...
 
-    def merged(self, chunk: int, fold: OrderedSum) -> tuple[Tensors, Vector, float]:
+    def merged(self, chunk: int, fold: OrderedSum) -> tuple[Arrays, Values, float]:
         """Return the arrays that the owner publishes, the values that all workers read from them, and the sum of
         weights."""
 
@@ -75,10 +84,10 @@ class MeanOf:
         for chunk, part in enumerate(self._bounds):
             self.given[chunk].residual = residual[part].copy()
 
-    def part(self, chunk: int, values: Vector) -> Tensors:
+    def part(self, chunk: int, values: Values) -> Arrays:
         return self._encode(self.given[chunk], chunk, values)[0]
 
-    def own(self, chunk: int, values: Vector) -> Numbers:
+    def own(self, chunk: int, values: Values) -> Numbers:
         return values
 
     def read_part(self, chunk: int, tensors: Tensors, size: int) -> Numbers:
@@ -87,12 +96,12 @@ class MeanOf:
     def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> OrderedSum:
         return OrderedSum(size, contributors)
 
-    def merged(self, chunk: int, fold: OrderedSum) -> tuple[Tensors, Vector, float]:
+    def merged(self, chunk: int, fold: OrderedSum) -> tuple[Arrays, Values, float]:
         mean, weight = fold.mean()
         tensors, values = self._encode(self.published[chunk], chunk, mean)
         return tensors, values, weight
 
-    def joint(self, chunk: int, fold: OrderedSum) -> tuple[Tensors, float]:
+    def joint(self, chunk: int, fold: OrderedSum) -> tuple[Arrays, float]:
         """Return the arrays of a group's result for the owner; the mean is rounded to float32 and encoded."""
         mean, weight = fold.mean()
         return self._encode(self.joined[chunk], chunk, mean)[0], weight
@@ -100,11 +109,15 @@ class MeanOf:
     def read_merged(self, chunk: int, tensors: Tensors, size: int) -> Vector:
         return self._codecs[chunk].decode(tensors, size)
 
-    def _encode(self, feedback: ErrorFeedback, chunk: int, values: Vector) -> tuple[Tensors, Vector]:
+    def _encode(self, feedback: ErrorFeedback, chunk: int, values: Values) -> tuple[Arrays, Values]:
         """Encode values with error feedback; with lists, only the entries that are not zero now.
 
         The residual of a sparse vector is never exactly zero: otherwise all of it would be sent in each step.
         """
+        if isinstance(values, PartedVector):
+            if feedback.codec.verbatim and feedback.residual is None:
+                return {"delta": values.parts}, values
+            values = values[:]
         if not self._as_lists:
             return feedback.encode(values)
         if not np.isfinite(values).all():

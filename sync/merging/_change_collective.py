@@ -19,14 +19,16 @@ from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.channel import Channel
 from sync.codec import Codec, Float32, Tensors
-from sync.collective import Merged, Settings, Settled, State
+from sync.collective import Merged, Model, Settings, Settled, State
 from sync.layout import Vector
+from sync.merging._arithmetic import Values
 from sync.merging._driver import Patience
 from sync.merging._exchange import Arrived, Delete, Event, Fetch, Put, Request
-from sync.merging._isp_filter import SignificanceFilter, significant
+from sync.merging._isp_filter import SignificanceFilter, blocks, significant
 from sync.merging._mean_collective import driver_of
 from sync.merging._members import Member
 from sync.merging._merge_order import Numbers, OrderedSum
+from sync.merging._parted import PartedVector
 from sync.merging._reduce_exchange import ReduceExchange, weight_of
 from sync.merging._reduction_plan import Call, ReductionPlan, plan_of
 from sync.merging.lists import AsPublished, ListCodec, Lists
@@ -45,23 +47,29 @@ class _Ranges:
 
     def __init__(self, plan: ReductionPlan, held: SignificanceFilter, codec: ListCodec, significance: float) -> None:
         self._plan, self._held, self._codec, self._significance = plan, held, codec, significance
-        self.model: Vector = np.zeros(plan.size, np.float32)
+        self.model: Values = np.zeros(0, np.float32)
         self.step = 0
-        self.sent: Vector = np.zeros(plan.size, np.float32)
-        """The changes that this worker sends to the owners in this step, shape (n,)."""
         self.unpublished = np.zeros(plan.size)
         """This worker's changes that owners have received and not published, shape (n,)."""
         self.withheld = np.zeros(0 if plan.own is None else plan.bounds[plan.own].stop - plan.bounds[plan.own].start)
         """Sums of changes in the own range that were received and not published."""
 
-    def part(self, chunk: int, values: Vector) -> Tensors:
-        part = self._plan.bounds[chunk]
-        tensors, self.sent[part] = self._held.send(part, values, self.model[part], self.step, self._codec)
-        return tensors
+    def part(self, chunk: int, values: PartedVector) -> Tensors:
+        return self._send(chunk, values)[0]
 
-    def own(self, chunk: int, values: Vector) -> Numbers:
-        self.part(chunk, values)
-        return self.sent[self._plan.bounds[chunk]]
+    def own(self, chunk: int, values: PartedVector) -> Numbers:
+        return self._send(chunk, values)[1]
+
+    def _send(self, chunk: int, values: PartedVector) -> tuple[Tensors, Vector]:
+        """Return the entries of a change that are sent to the owner, encoded, and as the owner reads them."""
+        part, sent = self._plan.bounds[chunk], np.empty(values.size, np.float32)
+        (change,) = values.parts
+        tensors = self._held.send(part, change, self.model[part], self.step, self._codec, out=sent)
+        unpublished = self.unpublished[part]
+        for block in blocks(sent.size):
+            (here,) = np.nonzero(sent[block] != 0)
+            unpublished[block][here] += sent[block][here]
+        return tensors, sent
 
     def read_part(self, chunk: int, tensors: Tensors, size: int) -> Numbers:
         return self._codec.decode(tensors, size)
@@ -88,15 +96,15 @@ class _Ranges:
     def read_merged(self, chunk: int, tensors: Tensors, size: int) -> Vector:
         return self._codec.decode(tensors, size)
 
-    def others(self, published: Vector) -> Vector:
-        """Return a published sum without this worker's own changes, which it has applied already; shape (n,)."""
-        (own,) = np.nonzero(self.sent != 0)
-        self.unpublished[own] += self.sent[own]
-        (places,) = np.nonzero(published != 0)
-        change = np.zeros(published.size, np.float32)
-        change[places] = published[places] - self.unpublished[places]
-        self.unpublished[places] = 0.0
-        return change
+    def leave_others(self, published: Vector) -> None:
+        """Leave of a published sum, shape (n,), what is not this worker's own changes: it has applied these already."""
+        for block in blocks(published.size):
+            sums, own = published[block], self.unpublished[block]
+            (here,) = np.nonzero(sums != 0)
+            others = sums[here] - own[here]
+            sums[...] = 0.0
+            sums[here] = others
+            own[here] = 0.0
 
     def settle(self) -> npt.NDArray[np.float64] | None:
         """Return the changes that owners received and that the own range of this worker's model lacks; they count as
@@ -122,18 +130,15 @@ class _Models:
         self._plan, self._held, self._trained, self._extra = plan, held, trained, extra
         self._lists, self._dense = Lists("fp32"), Float32()
 
-    def part(self, chunk: int, values: Vector) -> Tensors:
+    def part(self, chunk: int, values: PartedVector) -> Tensors:
         part, head = self._plan.bounds[chunk], self._head(chunk)
-        tensors, _ = self._held.flush(slice(part.start, part.start + head), self._lists)
-        return {**tensors, "state": values[head:]}
+        tensors = self._held.flush(slice(part.start, part.start + head), self._lists)
+        return {**tensors, "state": values[head : values.size]}
 
-    def own(self, chunk: int, values: Vector) -> Numbers:
+    def own(self, chunk: int, values: PartedVector) -> Numbers:
         part, head = self._plan.bounds[chunk], self._head(chunk)
         self._held.drop(slice(part.start, part.start + head))
-        whole = values.astype(np.float64)
-        if self._extra is not None:
-            whole += self._extra
-        return whole
+        return values[:] if self._extra is None else values[:] + self._extra
 
     def read_part(self, chunk: int, tensors: Tensors, size: int) -> Numbers:
         head = self._head(chunk)
@@ -162,21 +167,25 @@ class _Models:
 class AllToAll:
     """One worker's part in an exchange in which each worker reads every other's list."""
 
-    def __init__(self, plan: ReductionPlan, call: Call, codec: Codec, tensors: Tensors) -> None:
+    def __init__(self, plan: ReductionPlan, call: Call, codec: Codec, tensors: Tensors, out: Vector) -> None:
+        """``tensors``: the encoded list. ``out``: where the sum of the others' lists is written, shape (n,)."""
         member = plan.member
         where = call.where(call.step)
         # A list is short, so only the latency of a put counts.
         self._after = None if plan.asked is None else 1.1 * plan.asked.put_seconds
         self._own_key = plan.part_key(where, 0, member.worker)
-        self._put = Put({self._own_key: framing.encode(tensors, {"weight": call.weight})})
+        self._puts: list[Request] = [Put({self._own_key: framing.encode(tensors, {"weight": call.weight})})]
         others = [worker for worker in member.present if worker != member.worker]
         self._missing = {plan.part_key(where, 0, worker): worker for worker in others}
         self._expired = tuple(plan.part_key(call.where(step), 0, member.worker) for step in call.expired)
         self._fold = OrderedSum(plan.size, others, weighted=False)
         self._step, self._weight, self._codec, self._size = call.step, call.weight, codec, plan.size
+        self._out = out
 
     def start(self) -> list[Request]:
-        return [self._put, Fetch(tuple(self._missing), self._after)]
+        # Not kept: once it is stored, the list needs no memory here.
+        puts, self._puts = self._puts, []
+        return [*puts, Fetch(tuple(self._missing), self._after)]
 
     def handle(self, event: Event) -> list[Request]:
         if not isinstance(event, Arrived):
@@ -197,8 +206,8 @@ class AllToAll:
 
     @property
     def result(self) -> tuple[Merged, ...]:
-        sums, weight = self._fold.sum()
-        return (Merged(self._step, _read_only(sums.astype(np.float32)), weight + self._weight),)
+        weight = self._fold.rounded_sum(self._out)
+        return (Merged(self._step, _read_only(self._out), weight + self._weight),)
 
 
 class ChangeCollective:
@@ -220,20 +229,22 @@ class ChangeCollective:
         self._member, self._size = member, size
         self._trained = size if settings.trained is None else min(size, settings.trained)
         self._plan = plan_of(member, size, settings, place)
-        self._all_to_all = settings.chunks is None
         self._codec: ListCodec = AsPublished() if settings.faithful else Lists(settings.codec)
-        by_ranges = not self._all_to_all and not settings.faithful
+        all_to_all = settings.chunks is None
+        by_ranges = not all_to_all and not settings.faithful
         of_a_list = settings.significance / (len(member.present) if by_ranges else 1)
         self._held = SignificanceFilter(size, of_a_list)
         # As published, nothing is held back twice.
-        self._ranges = _Ranges(self._plan, self._held, self._codec, settings.significance if by_ranges else 0.0)
+        again = settings.significance if by_ranges else 0.0
+        self._ranges = None if all_to_all else _Ranges(self._plan, self._held, self._codec, again)
         self._given: deque[int] = deque()
         """Steps whose lists or merged ranges of this worker are in the channel."""
         self._settled: deque[int] = deque()
         self._driver = driver_of(channel, settings, patience)
 
-    def merge(self, step: int, vector: Vector, weight: float, model: Vector | None = None) -> tuple[Merged, ...]:
-        if model is None or not vector.shape == model.shape == (self._size,):
+    def merge(self, step: int, vector: Vector, weight: float, model: Model | None = None) -> tuple[Merged, ...]:
+        held = PartedVector([] if model is None else model if isinstance(model, list) else [model])
+        if model is None or not vector.shape == held.shape == (self._size,):
             raise GeofedError(
                 "FRAME_INVALID", f"a change of shape {vector.shape} and its model, of {self._size} elements"
             )
@@ -241,55 +252,58 @@ class ChangeCollective:
             raise GeofedError("FRAME_INVALID", f"a weight of {weight}")
         if len(self._member.present) == 1:
             return ()
-        return self.merged(self._driver.run(self.part(step, vector, weight, model)))
+        return self.merged(self._driver.run(self.part(step, vector, weight, held)))
 
-    def part(self, step: int, vector: Vector, weight: float, model: Vector) -> ReduceExchange | AllToAll:
-        """Return the part that `merge` executes; `merged` converts its result."""
-        change = vector
-        if self._trained < self._size:
-            change = vector.copy()
-            change[self._trained :] = 0.0
+    def part(self, step: int, vector: Vector, weight: float, model: Values) -> ReduceExchange | AllToAll:
+        """Return the part that `merge` executes; `merged` converts its result, which is in the memory of ``vector``."""
+        vector[self._trained :] = 0.0
         self._given.append(step)
-        if self._all_to_all:
+        if self._ranges is None:
             expired = tuple(self._given.popleft() for _ in range(len(self._given) - 1))
             whole = slice(0, self._size)
-            tensors, self._ranges.sent = self._held.send(whole, change, model, max(0, step - 1), self._codec)
-            return AllToAll(self._plan, Call("g", step, weight, (step,), expired), self._codec, tensors)
+            tensors = self._held.send(whole, vector, model, max(0, step - 1), self._codec)
+            return AllToAll(self._plan, Call("g", step, weight, (step,), expired), self._codec, tensors, vector)
         self._ranges.model, self._ranges.step = model, max(0, step - 1)
         expired = tuple(self._given.popleft() for _ in range(len(self._given) - 2))
-        return ReduceExchange(self._plan, Call("g", step, weight, (step,), expired), self._ranges, change)
+        call = Call("g", step, weight, (step,), expired)
+        return ReduceExchange(self._plan, call, self._ranges, PartedVector([vector]))
 
     def merged(self, merged: tuple[Merged, ...]) -> tuple[Merged, ...]:
         """Return the result of `part` without this worker's own changes, which it has applied already."""
-        if self._all_to_all:
+        if self._ranges is None:
             return merged
-        return tuple(Merged(one.step, _read_only(self._ranges.others(one.vector)), one.weight) for one in merged)
+        for one in merged:
+            one.vector.flags.writeable = True
+            self._ranges.leave_others(one.vector)
+            one.vector.flags.writeable = False
+        return merged
 
-    def settle(self, step: int, model: Vector) -> Settled:
-        if model.shape != (self._size,):
-            raise GeofedError("FRAME_INVALID", f"a model of shape {model.shape} for {self._size} elements")
+    def settle(self, step: int, model: Vector | None) -> Settled:
+        if model is None or model.shape != (self._size,):
+            raise GeofedError("FRAME_INVALID", f"no model of {self._size} elements")
         if len(self._member.present) == 1:
             return Settled((), None)
         return Settled((), self._driver.run(self.settling(step, model))[0].vector)
 
     def settling(self, step: int, model: Vector) -> ReduceExchange:
-        """Return the part that `settle` executes."""
+        """Return the part that `settle` executes; its result is in the memory of ``model``."""
         self._settled.append(step)
         expired = tuple(self._settled.popleft() for _ in range(len(self._settled) - 2))
-        models = _Models(self._plan, self._held, self._trained, self._ranges.settle())
-        return ReduceExchange(self._plan, Call("s", step, 1.0, (step,), expired), models, model)
+        extra = None if self._ranges is None else self._ranges.settle()
+        models = _Models(self._plan, self._held, self._trained, extra)
+        return ReduceExchange(self._plan, Call("s", step, 1.0, (step,), expired), models, PartedVector([model]))
 
     def state(self) -> State:
         self._driver.drain()
         tensors: dict[str, npt.NDArray[np.generic]] = {"held": self._held.held}
-        if not self._all_to_all:
+        if self._ranges is not None:
             tensors |= {"withheld": self._ranges.withheld, "unpublished": self._ranges.unpublished}
         facts = {f"given.{number}": float(step) for number, step in enumerate(self._given)}
         return State(tensors, facts | {f"settled.{n}": float(step) for n, step in enumerate(self._settled)})
 
     def restore(self, state: State) -> None:
         self._held.held[:] = state.tensors["held"]
-        if not self._all_to_all:
+        if self._ranges is not None:
             self._ranges.withheld[:] = state.tensors["withheld"]
             self._ranges.unpublished[:] = state.tensors["unpublished"]
         for kind, steps in (("given", self._given), ("settled", self._settled)):
@@ -300,5 +314,6 @@ class ChangeCollective:
 
 
 def _read_only(vector: Vector) -> Vector:
-    vector.flags.writeable = False
-    return vector
+    view = vector.view()
+    view.flags.writeable = False
+    return view

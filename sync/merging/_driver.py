@@ -102,6 +102,8 @@ class Threads:
                 if isinstance(event, RequestFailed):
                     raise event.error
                 self._ask(part.handle(event), inbox, over, deadline)
+                # Its value is freed before the next one arrives.
+                event = None
         finally:
             over.set()
         return part.result
@@ -156,6 +158,7 @@ class Threads:
                 for key, value in _arrivals(self._channel, tuple(left), until):
                     del left[key]
                     inbox.put(Arrived(key, value))
+                    del value  # so that it can be freed while the next one is awaited
         except Exception as error:  # noqa: BLE001 - outermost frame of the thread
             inbox.put(RequestFailed(error))
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from sync.merging._parted import PartedVector
+
 __all__ = ["Arrived", "Delete", "Event", "ExchangePart", "Fetch", "Given", "Pieces", "Put", "Request", "ValuesStored"]
 
 Pieces = Sequence[memoryview]
@@ -66,6 +68,8 @@ class Given:
     """The caller has passed a whole chunk."""
 
     chunk: int
+    values: PartedVector | None = None
+    """Its values, if it is merged in their memory."""
 
 
 Event = ValuesStored | Arrived | Given

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from sync.codec import Tensors
 from sync.layout import Vector
-from sync.merging.lists import ListCodec, Places
+from sync.merging._parted import PartedVector
+from sync.merging.lists import Chosen, ListCodec
 
-__all__ = ["SignificanceFilter", "significant"]
+__all__ = ["SignificanceFilter", "blocks", "significant"]
 
 _MIN_WEIGHT = 1e-6
 """A weight counts as at least this large: by the published rule every change of a zero weight would be infinitely
@@ -37,36 +39,62 @@ class SignificanceFilter:
         self.held = np.zeros(size)
         self._significance = significance
 
-    def send(self, part: slice, change: Vector, model: Vector, step: int, codec: ListCodec) -> tuple[Tensors, Vector]:
-        """Add the change of a part; return the encoded entries to send, and the values that receivers read. Shapes
-        (part,)."""
+    def send(
+        self,
+        part: slice,
+        change: Vector,
+        model: Vector | PartedVector,
+        step: int,
+        codec: ListCodec,
+        out: Vector | None = None,
+    ) -> Tensors:
+        """Add the change of a part, which is overwritten; return the encoded entries to send. Shapes (part,).
+
+        ``out``: where the values that receivers read are written.
+        """
         held = self.held[part]
-        places, values = [np.zeros(0, np.intp)], [np.zeros(0, np.float32)]
-        for start in range(0, held.size, _BLOCK):
-            block = slice(start, start + _BLOCK)
+        chosen, count = np.empty(held.size, np.bool_), 0
+        for block in blocks(held.size):
             held[block] += change[block]
             whole = held[block].astype(np.float32)
-            (here,) = np.nonzero(significant(whole, model[block], self._significance, step))
-            places.append(here + start)
-            values.append(whole[here])
-        return self._sent(held, np.concatenate(places), np.concatenate(values), codec)
+            chosen[block] = significant(whole, model[block], self._significance, step)
+            values = whole[chosen[block]]
+            # What is sent takes the place of changes that are held by now.
+            change[count : count + values.size] = values
+            count += values.size
+        return _sent(held, chosen, change[:count], codec, out)
 
-    def flush(self, part: slice, codec: ListCodec) -> tuple[Tensors, Vector]:
-        """Return all held back changes of a part to send, except for what the codec rounds away."""
+    def flush(self, part: slice, codec: ListCodec, out: Vector | None = None) -> Tensors:
+        """Return all held back changes of a part to send, except for what the codec rounds away. ``out``: as in
+        `send`."""
         held = self.held[part]
         whole = held.astype(np.float32)
-        (places,) = np.nonzero(whole != 0)
-        return self._sent(held, places, whole[places], codec)
+        chosen = np.asarray(whole != 0)
+        return _sent(held, chosen, whole[chosen], codec, out)
 
     def drop(self, part: slice) -> None:
         """Discard the held back changes of a part that the other workers have received differently."""
         self.held[part] = 0.0
 
-    def _sent(
-        self, held: npt.NDArray[np.float64], places: Places, values: Vector, codec: ListCodec
-    ) -> tuple[Tensors, Vector]:
-        tensors, read = codec.encode_entries(held.size, places, values)
-        held[places] -= read
-        sent = np.zeros(held.size, np.float32)
-        sent[places] = read
-        return tensors, sent
+
+def _sent(
+    held: npt.NDArray[np.float64], chosen: Chosen, values: Vector, codec: ListCodec, out: Vector | None
+) -> Tensors:
+    """Encode the chosen entries, and hold back what the encoding rounds away."""
+    tensors, read = codec.encode_chosen(chosen, values)
+    at = 0
+    for block in blocks(held.size):
+        (here,) = np.nonzero(chosen[block])
+        received = read[at : at + here.size]
+        held[block][here] -= received
+        if out is not None:
+            out[block] = 0.0
+            out[block][here] = received
+        at += here.size
+    return tensors
+
+
+def blocks(size: int) -> Iterator[slice]:
+    """Yield ranges that cover so many elements."""
+    for start in range(0, size, _BLOCK):
+        yield slice(start, min(start + _BLOCK, size))

@@ -14,12 +14,13 @@ import numpy as np
 
 from geofed_pb.errors import GeofedError
 from sync.channel import Channel
-from sync.collective import Merged, Settings, Settled, State
+from sync.collective import Merged, Model, Settings, Settled, State
 from sync.layout import Vector
-from sync.merging._arithmetic import MeanOf
+from sync.merging._arithmetic import MeanOf, Values
 from sync.merging._driver import Driver, Events, InPlace, Patience, RequestFailed, SequentialRequests, Threads
 from sync.merging._exchange import Event, Given
 from sync.merging._members import Member
+from sync.merging._parted import PartedVector
 from sync.merging._reduce_exchange import Pull, ReduceExchange
 from sync.merging._reduction_plan import Call, ReductionPlan, in_parts, plan_of
 
@@ -49,17 +50,26 @@ class Buckets:
     layers first.
     """
 
-    def __init__(self, plan: ReductionPlan, vector: Vector, events: Events, merged: Future[tuple[Merged, ...]]) -> None:
+    def __init__(
+        self, plan: ReductionPlan, vector: Vector | None, events: Events, merged: Future[tuple[Merged, ...]]
+    ) -> None:
+        """``vector``: what the parts are copied to; None: the mean is written into them."""
         self._plan, self._vector, self._events, self._merged = plan, vector, events, merged
+        self._parts: dict[int, Vector] = {}
+        """The parts passed so far, by their first element, if they are not copied."""
         self._left = [chunk.stop - chunk.start for chunk in plan.bounds]
         self._stops = np.array([chunk.stop for chunk in plan.bounds])
 
     def give(self, start: int, values: Vector) -> None:
-        """Pass the elements from ``start`` on, which are copied; each element of the vector exactly once."""
+        """Pass the elements from ``start`` on, each element of the vector exactly once. Without a copy they must not be
+        read or written before there is a result."""
         stop = start + values.size
-        if not 0 <= start <= stop <= self._vector.size:
-            raise GeofedError("FRAME_INVALID", f"elements {start} to {stop} of a vector of {self._vector.size}")
-        self._vector[start:stop] = values
+        if not 0 <= start <= stop <= self._plan.size:
+            raise GeofedError("FRAME_INVALID", f"elements {start} to {stop} of a vector of {self._plan.size}")
+        if self._vector is None:
+            self._parts.update({start: values} if values.size else {})
+        else:
+            self._vector[start:stop] = values
         chunk = int(np.searchsorted(self._stops, start, side="right"))
         while start < stop:
             part = min(stop, self._plan.bounds[chunk].stop) - start
@@ -67,12 +77,23 @@ class Buckets:
             if self._left[chunk] < 0:
                 raise GeofedError("FRAME_INVALID", f"elements of chunk {chunk} were passed twice")
             if self._left[chunk] == 0:
-                self._events.put(Given(chunk))
+                self._events.put(Given(chunk, self._values(chunk)))
             start, chunk = start + part, chunk + 1
 
+    def _values(self, chunk: int) -> PartedVector | None:
+        if self._vector is not None:
+            return None
+        bounds = self._plan.bounds[chunk]
+        return PartedVector(
+            [
+                part[max(0, bounds.start - start) : max(0, bounds.stop - start)]
+                for start, part in sorted(self._parts.items(), key=lambda one: one[0])
+            ]
+        )
+
     def result(self) -> tuple[Merged, ...]:
-        """Return the result, as `Collective.merge` does; raises the same errors, and ``FRAME_INVALID`` if elements are
-        missing."""
+        """Return the result, as `Collective.merge` does, without a vector if the parts were not copied. Raises the same
+        errors, and ``FRAME_INVALID`` if elements are missing."""
         if any(self._left):
             raise GeofedError("FRAME_INVALID", f"{sum(self._left)} elements are missing")
         return self._merged.result()
@@ -119,7 +140,7 @@ class MeanCollective:
         """Whether `begin` is useful: chunks are sent, and received merged, before the last one is complete."""
         return in_parts(self._settings, len(self.plan.bounds))
 
-    def merge(self, step: int, vector: Vector, weight: float, model: Vector | None = None) -> tuple[Merged, ...]:
+    def merge(self, step: int, vector: Vector, weight: float, model: Model | None = None) -> tuple[Merged, ...]:
         if vector.shape != (self._size,) or vector.dtype != np.float32:
             raise GeofedError("FRAME_INVALID", f"{vector.dtype} of shape {vector.shape} for {self._size} elements")
         if self._lag:
@@ -130,11 +151,29 @@ class MeanCollective:
             vector = buffer
         return self._run(step, vector, weight, None)
 
-    def begin(self, step: int, weight: float) -> Buckets:
-        """Begin a merge whose vector is passed in parts. No other method may be called before the result is
-        complete."""
+    @property
+    def in_place(self) -> bool:
+        """Whether vectors may be merged in their memory: each merge returns the mean of its own step."""
+        return not (self._settings.staleness or self._settings.faithful) and len(self._member.present) > 1
+
+    def merge_parts(self, step: int, parts: Sequence[Vector], weight: float) -> None:
+        """Merge one step's vector, which is given in consecutive arrays, and write the mean into them.
+
+        Only `in_place`. They must not be read or written before this returns; after an error their values are
+        undefined.
+        """
+        vector = PartedVector(parts)
+        if vector.size != self._size or any(part.dtype != np.float32 for part in vector.parts):
+            raise GeofedError("FRAME_INVALID", f"{vector.size} elements for {self._size}, or not of float32")
+        self._run(step, vector, weight, None)
+
+    def begin(self, step: int, weight: float, *, in_place: bool = False) -> Buckets:
+        """Begin a merge whose vector is passed in parts. No other method may be called before the result is complete.
+
+        ``in_place``: as the property; the mean is written into the parts, which are not copied.
+        """
         self._driver.drain()
-        vector, events = self._buffer(), queue.SimpleQueue[Event | RequestFailed]()
+        vector, events = None if in_place else self._buffer(), queue.SimpleQueue[Event | RequestFailed]()
         if self._size == 0:
             events.put(Given(0))
         self._open = events
@@ -145,7 +184,7 @@ class MeanCollective:
             self._copy = np.empty(self._size, np.float32)
         return self._copy
 
-    def settle(self, step: int, model: Vector) -> Settled:
+    def settle(self, step: int, model: Vector | None) -> Settled:
         return Settled(with_weight(self._driver.run(self.settling(step))), None)
 
     def settling(self, step: int) -> Pull:
@@ -193,7 +232,7 @@ class MeanCollective:
         self._beside.shutdown(wait=True)
         self._driver.close()
 
-    def _run(self, step: int, vector: Vector, weight: float, events: Events | None) -> tuple[Merged, ...]:
+    def _run(self, step: int, vector: Values | None, weight: float, events: Events | None) -> tuple[Merged, ...]:
         if not (math.isfinite(weight) and weight >= 0):
             raise GeofedError("FRAME_INVALID", f"a weight of {weight}")
         alone = len(self._member.present) == 1
@@ -201,12 +240,13 @@ class MeanCollective:
             _await_all(events, len(self.plan.bounds))
             events = None
         if alone:
+            assert isinstance(vector, np.ndarray)
             own = vector.copy()
             own.flags.writeable = False
             return with_weight((Merged(step, own, weight),))
         return with_weight(self._driver.run(self.part(step, vector, weight, whole=events is None), events))
 
-    def part(self, step: int, vector: Vector, weight: float, *, whole: bool = True) -> ReduceExchange:
+    def part(self, step: int, vector: Values | None, weight: float, *, whole: bool = True) -> ReduceExchange:
         """Return the part that `merge` executes, for callers with their own driver; there must be several workers."""
         self._arithmetic.begin()
         self._pending.append(step)

@@ -7,7 +7,7 @@ results take part under the number of the worker that made them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,18 @@ import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync.layout import Vector
+from sync.mapped_files import windows
+from sync.merging._parted import PartedVector
 
 __all__ = ["OrderedSum"]
 
 _BLOCK = 1 << 16
 """Elements that are added at a time, so that the products stay in the CPU's cache."""
-_AT_ONCE = 3
-"""Vectors that are added together: the sums, in float64, are then read and written once for all of them."""
+_AT_ONCE = 4
+"""Vectors that are added together: the sums, in float64, are then read and written once for all of them. They take the
+memory of two vectors; vectors that are mapped from files take none."""
 
-Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64] | PartedVector
 
 
 class OrderedSum:
@@ -32,6 +35,9 @@ class OrderedSum:
 
     `mean` has the same bits as `weighted_mean` of the same vectors, also if chunks of it are computed separately.
     """
+
+    into: PartedVector | None = None
+    """Where `mean` writes its result, shape (size,): memory of its own, or that of one of the vectors."""
 
     def __init__(self, size: int, contributors: Sequence[int], *, weighted: bool = True) -> None:
         """``weighted``: if not, weights are only summed, and vectors are added unscaled."""
@@ -80,9 +86,8 @@ class OrderedSum:
         """Write the sum of all vectors that had their turn, divided, to an array of shape (size,), which may be that of
         the sums."""
         block, term = np.empty(min(_BLOCK, self._size)), np.empty(min(_BLOCK, self._size))
-        for start in range(0, self._size, _BLOCK):
-            part = slice(start, min(start + _BLOCK, self._size))
-            sums, product = block[: part.stop - start], term[: part.stop - start]
+        for part in self._blocks():
+            sums, product = block[: part.stop - part.start], term[: part.stop - part.start]
             if self._sums is None:
                 sums.fill(0.0)
             else:
@@ -98,6 +103,12 @@ class OrderedSum:
             out[part] = sums
         return out
 
+    def _blocks(self) -> Iterator[slice]:
+        mapped = [vector for vector, _ in self._last if isinstance(vector, np.ndarray)]
+        for window in windows(self._size, *mapped):
+            for start in range(window.start, window.stop, _BLOCK):
+                yield slice(start, min(start + _BLOCK, window.stop))
+
     def sum(self) -> tuple[npt.NDArray[np.float64], float]:
         """Return the sum of the vectors and that of the weights; the array belongs to this object."""
         self._require_complete()
@@ -105,11 +116,22 @@ class OrderedSum:
             self._sums, self._last = self._added(np.empty(self._size) if self._sums is None else self._sums, 1.0), []
         return self._sums, float(sum(self._weights))
 
-    def mean(self) -> tuple[Vector, float]:
-        """Return the weighted mean, rounded once, and the sum of weights; zeros if that is 0."""
+    def rounded_sum(self, out: Vector) -> float:
+        """Write the sum of the vectors, rounded to float32, to ``out``, shape (size,), and return that of the
+        weights."""
+        self._require_complete()
+        self._added(out, 1.0)
+        self._last = []
+        return float(sum(self._weights))
+
+    def mean(self) -> tuple[Vector | PartedVector, float]:
+        """Return the weighted mean, rounded once, and the sum of weights; zeros if that is 0. It can be called once:
+        the vectors are dropped."""
         self._require_complete()
         total = float(sum(self._weights))
-        mean: Vector = self._added(np.empty(self._size, np.float32), total if total > 0 else 1.0)
+        out = np.empty(self._size, np.float32) if self.into is None else self.into
+        mean: Vector | PartedVector = self._added(out, total if total > 0 else 1.0)
+        self._last = []
         return mean, total
 
     def _require_complete(self) -> None:

@@ -14,19 +14,18 @@ workers have finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync import framing
-from sync.codec import Tensors
 from sync.collective import Merged
 from sync.layout import Vector
-from sync.merging._arithmetic import Arithmetic
+from sync.merging._arithmetic import Arithmetic, Arrays, Values
 from sync.merging._exchange import Arrived, Delete, Event, Fetch, Given, Put, Request, ValuesStored
-from sync.merging._merge_order import OrderedSum
+from sync.merging._merge_order import Numbers, OrderedSum
+from sync.merging._parted import PartedVector
 from sync.merging._reduction_plan import Call, ReductionPlan
 
 __all__ = ["Pull", "ReduceExchange"]
@@ -35,7 +34,17 @@ __all__ = ["Pull", "ReduceExchange"]
 class Pull:
     """Reads the merged chunks of some steps."""
 
-    def __init__(self, plan: ReductionPlan, call: Call, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        call: Call,
+        arithmetic: Arithmetic,
+        into: dict[int, PartedVector] | None = None,
+        merged: Vector | None = None,
+    ) -> None:
+        """``into``: where each merged chunk of the only step is written; may be filled later, but before the chunk can
+        arrive. ``merged``: the vector of these chunks, for the result. None: a new vector for each step."""
+        self._into, self._merged = into, np.empty(0, np.float32) if merged is None else merged
         self._arithmetic, self._bounds, self._owners = arithmetic, plan.bounds, plan.owners
         self._after = plan.merged_after() if plan.merges is None else plan.stored_after()
         if plan.merges is not None and plan.own is None:
@@ -70,10 +79,15 @@ class Pull:
             self.place(event.key, self._arithmetic.read_merged(chunk, frame.tensors, size), weight_of(frame))
         return []
 
-    def place(self, key: str, values: Vector, weight: float) -> None:
+    def place(self, key: str, values: Values, weight: float) -> None:
         """Store a merged chunk in the result."""
         step, chunk = self._missing.pop(key)
-        if len(self._bounds) == 1:
+        if isinstance(values, PartedVector):
+            # It was merged in place.
+            assert self._into is not None
+        elif self._into is not None:
+            self._into[chunk][:] = values
+        elif len(self._bounds) == 1:
             # The chunk is the whole vector; a view avoids a copy.
             self._vectors[step] = values[:]
         else:
@@ -95,7 +109,7 @@ class Pull:
     def result(self) -> tuple[Merged, ...]:
         merged = []
         for step in self._weights:
-            vector = self._vectors[step]
+            vector = self._vectors[step] if self._into is None else self._merged.view()
             vector.flags.writeable = False
             merged.append(Merged(step, vector, min(self._weights[step])))
         return tuple(merged)
@@ -109,24 +123,35 @@ class ReduceExchange:
         plan: ReductionPlan,
         call: Call,
         arithmetic: Arithmetic,
-        vector: Vector,
+        vector: Values | None,
         *,
         whole: bool = True,
-        joint: Callable[[int, OrderedSum], tuple[Tensors, float]] | None = None,
+        joint: Callable[[int, OrderedSum], tuple[Arrays, float]] | None = None,
     ) -> None:
-        """``whole``: all of the vector is available; otherwise `Given` reports each chunk. ``joint`` encodes a group's
-        result of a chunk, and returns the sum of its weights; needed if there are several groups."""
+        """``vector``: None, or a `PartedVector`: merged in place, and the exchange must be of one step; None: `Given`
+        has the values of each chunk. ``whole``: all of it is available; otherwise `Given` reports each chunk. ``joint``
+        encodes a group's result of a chunk, and returns the sum of its weights; needed if there are several groups."""
         self._joint_of = joint
         self._plan, self._call, self._arithmetic, self._vector = plan, call, arithmetic, vector
         self._whole = whole
         self._awaited = 0 if whole else len(plan.bounds)
         """Number of chunks that the caller has not passed yet."""
         self._where = call.where(call.step)
-        self._pull = Pull(plan, call, arithmetic)
+        into: dict[int, PartedVector] | None = None if isinstance(vector, np.ndarray) else {}
+        merged: Vector | None = None
+        if isinstance(vector, PartedVector):
+            into = {chunk: vector.range(part) for chunk, part in enumerate(plan.bounds)}
+            merged = vector.parts[0] if len(vector.parts) == 1 else None
+        self._in_place = into
+        self._pull = Pull(plan, call, arithmetic, into, merged)
         self._own, self._owns = plan.merges, plan.own is not None
         me, group = plan.member.worker, plan.group
         self._uploads = {plan.part_key(self._where, chunk, me): chunk for chunk in plan.order if chunk != self._own}
         self._unstored = set(self._uploads)
+        self._sources = {} if into is None else {plan.merged_key(self._where, c): k for k, c in self._uploads.items()}
+        """Keys of the parts whose memory a merged chunk is written to, by the merged chunk's key."""
+        self._early: list[Arrived] = []
+        """Merged chunks that arrived before this worker knew that its part is stored, which is read until then."""
         self._ahead_bytes = 0.0
         """Bytes of chunks that were passed one by one and are not stored yet."""
         self._parts: dict[str, int] = {}
@@ -180,6 +205,9 @@ class ReduceExchange:
 
     def handle(self, event: Event) -> list[Request]:
         if isinstance(event, Given):
+            if event.values is not None:
+                assert self._in_place is not None
+                self._in_place[event.chunk] = event.values
             return self._given(event.chunk)
         if isinstance(event, ValuesStored):
             return self._stored(event.keys)
@@ -190,6 +218,9 @@ class ReduceExchange:
             worker = self._parts[event.key] if event.key in self._parts else self._joint[event.key]
             self._fold.add(worker, values, weight_of(frame))
             return [*self._fetch_joint(), *self._merge_if_complete()]
+        if isinstance(event, Arrived) and self._sources.get(event.key) in self._unstored:
+            self._early.append(event)
+            return []
         return self._pull.handle(event)
 
     @property
@@ -209,12 +240,17 @@ class ReduceExchange:
     def _length(self, chunk: int) -> int:
         return int(self._plan.bounds[chunk].stop - self._plan.bounds[chunk].start)
 
-    def _part(self, chunk: int) -> Sequence[memoryview]:
-        tensors = self._arithmetic.part(chunk, self._vector[self._plan.bounds[chunk]])
-        return _framed(tensors, self._call.weight)
+    def _values(self, chunk: int) -> Values:
+        if self._in_place is not None:
+            return self._in_place[chunk]
+        assert isinstance(self._vector, np.ndarray)
+        return self._vector[self._plan.bounds[chunk]]
 
-    def _own_values(self, chunk: int) -> npt.NDArray[np.float32] | npt.NDArray[np.float64]:
-        return self._arithmetic.own(chunk, self._vector[self._plan.bounds[chunk]])
+    def _part(self, chunk: int) -> Sequence[memoryview]:
+        return _framed(self._arithmetic.part(chunk, self._values(chunk)), self._call.weight)
+
+    def _own_values(self, chunk: int) -> Numbers:
+        return self._arithmetic.own(chunk, self._values(chunk))
 
     def _given(self, chunk: int) -> list[Request]:
         self._awaited -= 1
@@ -237,6 +273,9 @@ class ReduceExchange:
                 requests += self._pull.one(own, self._plan.owned_after())
         stored = [self._uploads[key] for key in keys if key in self._unstored]
         self._unstored.difference_update(keys)
+        early, self._early = self._early, []
+        for event in early:
+            requests += self.handle(event)
         if self._streams:
             for chunk in stored:
                 self._ahead_bytes -= self._plan.bytes_of(chunk)
@@ -290,6 +329,8 @@ class ReduceExchange:
             return []
         self._merging = True
         if self._owns:
+            if self._in_place is not None:
+                self._fold.into = self._in_place[self._own]
             tensors, values, weight = self._arithmetic.merged(self._own, self._fold)
             self._pull.place(self._merged_key, values, weight)
         else:
@@ -299,7 +340,7 @@ class ReduceExchange:
         return [Put({self._merged_key: _framed(tensors, weight)}), *pulled]
 
 
-def _framed(tensors: Mapping[str, framing.Array], weight: float) -> Sequence[memoryview]:
+def _framed(tensors: Arrays, weight: float) -> Sequence[memoryview]:
     return framing.encode(tensors, {"weight": weight})
 
 

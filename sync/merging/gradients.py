@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 
 from geofed_pb.errors import GeofedError
 from sync.collective import Collective, Merged
-from sync.flat import FlatModel
-from sync.merging import Buckets
+from sync.flat import Apart, FlatModel
+from sync.layout import Vector
+from sync.merging import Buckets, MeanCollective
 
 __all__ = ["GradientMerge"]
 
@@ -38,6 +39,8 @@ class GradientMerge:
         """Whether gradients are passed on during the pass, from the second step on."""
         self._buckets: Buckets | None = None
         self._armed = False
+        self._parts, self._apart = dict[int, Vector](), Apart()
+        """Parts of the current gradient that is merged in its memory, by the parameter's number."""
         self._given: Counter[int] = Counter()
         """How often the current pass has computed each parameter's gradient, by the parameter's first coordinate."""
         self._watched = False
@@ -60,21 +63,55 @@ class GradientMerge:
         self._armed = True
         self._given.clear()
         if self._watched:
-            self._buckets = self._parted().begin(step, weight)
+            self._parts, self._apart = {}, Apart()
+            if self._in_place is not None:
+                self._buckets = self._in_place.begin(step, weight, in_place=True)
+            else:
+                self._buckets = self._parted().begin(step, weight)
 
-    def merged(self, step: int, weight: float) -> tuple[Merged, ...]:
-        """Return the merged gradient, after the backward pass; see `Collective.merge`."""
+    def merged(self, step: int, weight: float) -> Iterator[None]:
+        """Merge the gradient, after the backward pass. Yield for each merge that is complete, once its result is in the
+        parameters' ``.grad``; see `Collective.merge`."""
         if self._armed:
             self._look_back()
         buckets, self._buckets, self._armed = self._buckets, None, False
-        if buckets is None:
-            return self._collective.merge(step, self._flat.gradient(), weight)
+        found = () if buckets is None else self._rest(buckets)
+        if self._in_place is not None:
+            if buckets is None:
+                self._parts = dict(enumerate(self._flat.gradient_parts()))
+                self._in_place.merge_parts(step, list(self._parts.values()), weight)
+            self._flat.load_parts([part for _, part in sorted(self._parts.items(), key=lambda one: one[0])])
+            self._parts = {}
+            yield
+            return
+        at = 0
+        for one in self._collective.merge(step, self._flat.gradient(), weight) if buckets is None else found:
+            self._flat.load_gradient(one.vector, at)
+            at = (at + one.vector.size) % self._flat.layout.gradient_size
+            if not at:
+                yield
+
+    @property
+    def _in_place(self) -> MeanCollective | None:
+        """The collective, if it merges in the memory of the gradients."""
+        of_means = self._collective if isinstance(self._collective, MeanCollective) else None
+        return of_means if of_means is not None and of_means.in_place else None
+
+    def _rest(self, buckets: Buckets) -> tuple[Merged, ...]:
+        """Pass what the backward pass has not passed, and return the result."""
         for at, number in self._numbers.items():
             if not self._given[at]:
-                buckets.give(at, self._flat.gradient_of(number))
-        if self._flat.layout.gradient_size > self._flat.layout.trainable_size:
-            buckets.give(self._flat.layout.trainable_size, self._flat.gradient_tail())
+                self._pass(buckets, at, number)
+        tail = self._parts[len(self._numbers)] = self._flat.gradient_tail()
+        if tail.size:
+            buckets.give(self._flat.layout.trainable_size, tail)
         return buckets.result()
+
+    def _pass(self, buckets: Buckets, at: int, number: int) -> None:
+        part = self._flat.gradient_of(number)
+        if self._in_place is not None:
+            part = self._parts[number] = self._apart.of(part)
+        buckets.give(at, part)
 
     def _look_back(self) -> None:
         """Check how the module behaved in the pass."""
@@ -95,6 +132,6 @@ class GradientMerge:
                 return
             self._given[at] += 1
             if self._buckets is not None and self._given[at] == 1:
-                self._buckets.give(at, self._flat.gradient_of(number))
+                self._pass(self._buckets, at, number)
 
         return give

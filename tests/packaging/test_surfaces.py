@@ -276,6 +276,7 @@ SURFACES = {
         "with_state",
     },
     "sync.collective": {
+        "Model",
         "DEFAULT",
         "TERMS",
         "ChannelCosts",
@@ -301,6 +302,7 @@ SURFACES = {
         "owners_of_lists",
     },
     "sync.merging": {
+        "PartedVector",
         "Buckets",
         "OrderedSum",
         "Member",
@@ -312,10 +314,10 @@ SURFACES = {
         "owners",
         "probe",
     },
-    "sync.merging.lists": {"AsPublished", "ListCodec", "Lists", "ListsAndState", "Places"},
+    "sync.merging.lists": {"AsPublished", "Chosen", "ListCodec", "Lists", "ListsAndState", "Places"},
     "sync.device": {"device", "device_peak_bytes", "finish", "reset_device_peak"},
     "sync.coordinates": {"PLAIN", "Coding", "array_dtype", "coding_of", "decode", "encode"},
-    "sync.flat": {"FlatModel", "layout_of"},
+    "sync.flat": {"Apart", "FlatModel", "layout_of"},
     "sync.framing": {"Array", "Buffer", "Frame", "decode", "digest_of", "encode", "encode_blocks"},
     "sync.layout": {"LOCAL", "Layout", "Slot", "Vector"},
     "sync.chunked_values": {

@@ -122,8 +122,7 @@ def trained(
                 if number == passes - 1:
                     merge.arm(step, worker + 1.0)
                 loss.backward()
-            for merged in merge.merged(step, worker + 1.0):
-                flat.load_gradient(merged.vector)
+            for _ in merge.merged(step, worker + 1.0):
                 optimizer.step()
         collective.close()
         return flat.vector().tobytes(), merge.overlap
@@ -170,7 +169,7 @@ def watched(merge: GradientMerge, module: nn.Module) -> None:
     merge.arm(1, 1.0)
     module(torch.ones(2, 4)).sum().backward()
     with pytest.raises(GeofedError) as raised:
-        merge.merged(1, 1.0)
+        list(merge.merged(1, 1.0))
     assert raised.value.code == "CHANNEL_TIMEOUT"
 
 
@@ -184,7 +183,7 @@ def test_a_gradient_in_parts_that_was_whole_before_is_an_error_that_says_what_to
     merge.arm(2, 1.0)
     module(torch.ones(2, 4)).sum().backward()
     with pytest.raises(GeofedError) as raised:
-        merge.merged(2, 1.0)
+        list(merge.merged(2, 1.0))
     assert raised.value.code == "TASK_INVALID"
     assert "use_reentrant=False" in (raised.value.hint or "")
     collective.close()

@@ -36,7 +36,8 @@ from sync.collective import (
     owners_of_lists,
 )
 from sync.flat import FlatModel
-from sync.merging import MeanCollective, Member, open_collective
+from sync.mapped_files import windows
+from sync.merging import MeanCollective, Member, PartedVector, open_collective
 from sync.merging.gradients import GradientMerge
 
 __all__ = ["FencedChannel", "Merging", "PeerTimeout", "group_settings", "merging_for"]
@@ -135,7 +136,7 @@ class ServerReduce(SingleWorker):
         Raises ``GeofedError("FENCED")`` if the merged gradients were deleted.
         """
         key = f"g/{self._call.attempt}/{step}/{self._call.worker}"
-        self._channel.put(key, framing.encode({"gradient": self._flat.gradient()}, {"samples": samples}))
+        self._channel.put(key, framing.encode({"gradient": self._flat.gradient_parts()}, {"samples": samples}))
         reply = server.reduce(worker_pb2.ReduceRequest(step=step, key=key, samples=samples, loss=loss))
         value = self._channel.get(reply.merged_key)
         if value is None:
@@ -205,8 +206,7 @@ class ChannelCollective(SingleWorker):
         if self._before is not None:
             self._share(step, samples)
         else:
-            for merged in self._gradients.merged(step, samples):
-                self._flat.load_gradient(merged.vector)
+            for _ in self._gradients.merged(step, samples):
                 self._update()
         self._timeout.end_step()
 
@@ -215,19 +215,22 @@ class ChannelCollective(SingleWorker):
         assert self._before is not None
         before = self._flat.vector(self._before)
         self._update()
-        after = self._flat.vector()
+        views = self._flat.views()
+        after = PartedVector([self._flat.vector()] if views is None else views)
         if self._share_of_change != 1.0:
             # What gradients do not train, such as the statistics of a normalisation, is no part of the step.
-            trained = slice(0, self._flat.layout.trainable_size)
-            after = after.copy()
-            after[trained] = before[trained] + np.float32(self._share_of_change) * (after[trained] - before[trained])
-            self._flat.load(after)
-        for merged in self._collective.merge(step, after - before, samples, after):
+            for part in windows(self._flat.layout.trainable_size):
+                after[part] = before[part] + np.float32(self._share_of_change) * (after[part] - before[part])
+            if views is None:
+                self._flat.load(after[:])
+        for part in windows(after.size):
+            np.subtract(after[part], before[part], out=before[part])
+        for merged in self._collective.merge(step, before, samples, after.parts):
             self._flat.add(merged.vector)
 
     def settle(self, step: int) -> None:
         """Apply the merges that are still pending, and load the common model if the collective returns one."""
-        settled = self._collective.settle(step, self._flat.vector())
+        settled = self._collective.settle(step, None if self._before is None else self._flat.vector(self._before))
         for merged in settled.merged:
             self._flat.load_gradient(merged.vector)
             self._update()
@@ -278,6 +281,7 @@ class FencedChannel:
                 raise GeofedError("FENCED", "a newer attempt has taken over")
             left.discard(key)
             yield key, value
+            del value  # so that it can be freed while the next one is awaited
             if not left:
                 return
 

@@ -293,9 +293,9 @@ class ModelStage:
             marks = [f"{model_key}-{stage}" for stage in range(len(self._shape.stages))]
             self._channel.delete_many([model_key, *marks])
 
-    def present(self, out: Vector | None = None, *, lasting: bool = False) -> Model:
+    def present(self, *, lasting: bool = False) -> Model:
         """Return a copy of this stage's part of the model."""
-        return self.flat.vector(out)
+        return self.flat.vector()
 
     def put(self, key: str, model: Model) -> None:
         """Store this stage's part of the model, by one replica; the first worker stores the index of all parts."""

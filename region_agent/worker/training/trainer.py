@@ -127,9 +127,9 @@ class Trainer(Protocol):
     def delete_initial(self, key: str) -> None:
         """Delete what `put_initial` has stored."""
 
-    def present(self, out: Vector | None = None, *, lasting: bool = False) -> Model:
+    def present(self, *, lasting: bool = False) -> Model:
         """Return this worker's part of the model, for `put`: in the memory of its tensors, which the next step changes,
-        or a copy, in ``out`` if it is given. ``lasting``: a copy."""
+        or a copy. ``lasting``: a copy."""
 
     def put(self, key: str, model: Model) -> None:
         """Store this worker's part of the model under a key."""
@@ -440,10 +440,10 @@ class WholeModel:
         """Delete what `put_initial` has stored."""
         self._channel.delete(key)
 
-    def present(self, out: Vector | None = None, *, lasting: bool = False) -> Model:
+    def present(self, *, lasting: bool = False) -> Model:
         """Return the whole model, in the memory of its tensors where that is possible."""
         views = None if lasting else self.flat.views()
-        return self.flat.vector(out) if views is None else views
+        return self.flat.vector() if views is None else views
 
     def put(self, key: str, model: Model) -> None:
         """Store the whole model under a key."""

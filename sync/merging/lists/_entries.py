@@ -16,9 +16,9 @@ from sync.codec import Codec, Float32, Tensors
 from sync.codec._arrays import require
 from sync.codec._list_values import VALUE_FORMATS, Bytes
 from sync.layout import Vector
-from sync.merging.lists._places import Places, pack_places, unpack_places
+from sync.merging.lists._places import Chosen, Places, pack_places, unpack_places
 
-__all__ = ["AsPublished", "ListCodec", "Lists", "ListsAndState", "Places"]
+__all__ = ["AsPublished", "Chosen", "ListCodec", "Lists", "ListsAndState", "Places"]
 
 _KEY = "l"
 """Name of the array: as short as possible, so that with it and a weight, a frame's header has just 64 bytes."""
@@ -34,6 +34,10 @@ class ListCodec(Codec, Protocol):
     def encode_entries(self, size: int, places: Places, values: Vector) -> tuple[Tensors, Vector]:
         """Encode a vector that is zero except at ``places``, which ascend; also return the values as they will be
         decoded there."""
+
+    def encode_chosen(self, chosen: Chosen, values: Vector) -> tuple[Tensors, Vector]:
+        """Encode a vector that is zero except where ``chosen``; otherwise as `encode_entries`. The returned values may
+        be the memory of the given ones."""
 
 
 class Lists(ListCodec):
@@ -53,30 +57,49 @@ class Lists(ListCodec):
         self.name, self.lossy = f"lists-{values}", self._values.lossy
 
     def encode(self, vector: Vector) -> Tensors:
-        # numpy finds the positions in a boolean array several times as fast as in one of numbers.
-        (places,) = np.nonzero(vector != 0)
-        return self.encode_entries(vector.size, places, vector[places])[0]
+        chosen = np.asarray(vector != 0)
+        return self.encode_chosen(chosen, vector[chosen])[0]
 
     def encode_entries(self, size: int, places: Places, values: Vector) -> tuple[Tensors, Vector]:
+        chosen = np.zeros(size, np.bool_)
+        chosen[places] = True
+        return self.encode_chosen(chosen, values)
+
+    def encode_chosen(self, chosen: Chosen, values: Vector) -> tuple[Tensors, Vector]:
+        if not self.lossy:
+            packed = self._values.pack(values)
+            return {_KEY: self._listed(chosen, packed, values)[0]}, values
         read, left = np.zeros(values.size, np.float32), np.ones(values.size, np.bool_)
         for turn in range(_TURNS):
             packed = self._values.pack(values[left])
             decoded = self._values.unpack(packed, int(np.count_nonzero(left)))
-            if not self.lossy or turn == _TURNS - 1 or decoded.all():
+            if turn == _TURNS - 1 or decoded.all():
                 break
             left[left] = decoded != 0
         read[left] = decoded
-        entries, nbytes = places[left], self._values.nbytes(size)
+        if not left.all():
+            some = np.zeros(chosen.size, np.bool_)
+            some[chosen] = left
+            chosen = some
+        listed, dense = self._listed(chosen, packed, values[left])
+        if dense is not None:
+            # The dense encoding may use other scales.
+            read[left] = self._values.unpack(dense, chosen.size)[chosen]
+        return {_KEY: listed}, read
+
+    def _listed(self, chosen: Chosen, packed: Bytes, values: Vector) -> tuple[Bytes, Bytes | None]:
+        """Return the encoded entries, and, if they are encoded as the dense vector, its values."""
+        nbytes = self._values.nbytes(chosen.size)
         if packed.size < nbytes:
-            listed = np.concatenate([*_head(entries.size), pack_places(size, entries), packed])
-            if listed.size <= 1 + nbytes:
-                return {_KEY: listed}, read
-        # The dense encoding may use other scales.
-        whole = np.zeros(size, np.float32)
-        whole[entries] = values[left]
+            parts = [*_head(values.size), pack_places(chosen), packed]
+            if sum(part.size for part in parts) <= 1 + nbytes:
+                return np.concatenate(parts), None
+        whole = values
+        if values.size < chosen.size:
+            whole = np.zeros(chosen.size, np.float32)
+            whole[chosen] = values
         packed = self._values.pack(whole)
-        read[left] = self._values.unpack(packed, size)[entries]
-        return {_KEY: np.concatenate([np.array([_DENSE], np.uint8), packed])}, read
+        return np.concatenate([np.array([_DENSE], np.uint8), packed]), packed
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         listed = tensors.get(_KEY)
@@ -126,6 +149,9 @@ class AsPublished(ListCodec):
 
     def encode_entries(self, size: int, places: Places, values: Vector) -> tuple[Tensors, Vector]:
         return {"at": places.astype(np.int64), "values": values.astype(np.float64)}, values
+
+    def encode_chosen(self, chosen: Chosen, values: Vector) -> tuple[Tensors, Vector]:
+        return self.encode_entries(chosen.size, np.nonzero(chosen)[0], values)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         out = np.zeros(size, np.float32)

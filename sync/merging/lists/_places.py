@@ -15,35 +15,39 @@ import numpy.typing as npt
 from sync.codec._arrays import require
 from sync.codec._list_values import Bytes
 
-__all__ = ["Places", "pack_places", "unpack_places"]
+__all__ = ["Chosen", "Places", "pack_places", "unpack_places"]
 
 Places = npt.NDArray[np.intp]
+Chosen = npt.NDArray[np.bool_]
+"""Whether a vector has an entry at a position: an eighth of the memory of positions where all are entries."""
 _RANKS, _GROUPS, _BITS = 1, 2, 3
 _COUNT = np.dtype("<u4")
+_BLOCK = 1 << 16
+"""Positions whose bits are in memory at a time, one byte each; a multiple of 8, so that blocks end with a byte."""
 
 
-def pack_places(size: int, places: Places) -> Bytes:
-    """Encode ascending positions below ``size`` as bytes; the first byte is the form. Shape (count,)."""
-    if _ranks_bits(size, places.size) <= places.size + 8 * _COUNT.itemsize:
+def pack_places(chosen: Chosen) -> Bytes:
+    """Encode the positions of a vector's entries as bytes; the first byte is the form. Shape (bytes,)."""
+    size, count = chosen.size, int(np.count_nonzero(chosen))
+    if _ranks_bits(size, count) <= count + 8 * _COUNT.itemsize:
         # No other form is shorter than one bit per entry.
-        return np.concatenate([_byte(_RANKS), _pack_ranks(size, places)])
-    occupied = np.zeros(size, np.bool_)
-    occupied[places] = True
-    bits = np.packbits(occupied)
-    (groups,) = np.nonzero(bits)
-    in_groups = 8 * (groups.size + _COUNT.itemsize) + _ranks_bits(bits.size, groups.size)
-    least = min(_ranks_bits(size, places.size), in_groups, 8 * bits.size)
+        return np.concatenate([_byte(_RANKS), _pack_ranks(chosen)])
+    bits = np.packbits(chosen)
+    occupied = np.asarray(bits != 0)
+    groups = int(np.count_nonzero(occupied))
+    in_groups = 8 * (groups + _COUNT.itemsize) + _ranks_bits(bits.size, groups)
+    least = min(_ranks_bits(size, count), in_groups, 8 * bits.size)
     if least == 8 * bits.size:
         return np.concatenate([_byte(_BITS), bits])
     if least == in_groups:
-        count = np.array([groups.size], _COUNT).view(np.uint8)
-        return np.concatenate([_byte(_GROUPS), count, _pack_ranks(bits.size, groups), bits[groups]])
-    return np.concatenate([_byte(_RANKS), _pack_ranks(size, places)])
+        number = np.array([groups], _COUNT).view(np.uint8)
+        return np.concatenate([_byte(_GROUPS), number, _pack_ranks(occupied), bits[occupied]])
+    return np.concatenate([_byte(_RANKS), _pack_ranks(chosen)])
 
 
-def unpack_places(size: int, count: int, packed: Bytes) -> tuple[Places, int]:
-    """Decode the positions of `pack_places`; return them, and the number of bytes that they took, which others may
-    follow.
+def unpack_places(size: int, count: int, packed: Bytes) -> tuple[Places | Chosen, int]:
+    """Decode the positions of `pack_places`, to either index of a vector; return them, and the number of bytes that
+    they took, which others may follow.
 
     Raises ``GeofedError("FRAME_INVALID")``.
     """
@@ -66,9 +70,9 @@ def unpack_places(size: int, count: int, packed: Bytes) -> tuple[Places, int]:
         require(rest.size >= used + number, "the coordinates of groups are missing")
         bits[groups] = rest[used : used + number]
         used += number
-    (places,) = np.nonzero(np.unpackbits(bits))
-    require(places.size == count and (count == 0 or places[-1] < size), "the number of positions is wrong")
-    return places, 1 + used
+    marks = np.unpackbits(bits)
+    require(int(np.count_nonzero(marks)) == count and not marks[size:].any(), "the number of positions is wrong")
+    return marks[:size].view(np.bool_), 1 + used
 
 
 def _byte(number: int) -> Bytes:
@@ -85,24 +89,32 @@ def _ranks_bits(size: int, count: int) -> int:
     return count * low + (size >> low) + count + 1
 
 
-def _pack_ranks(size: int, places: Places) -> Bytes:
-    low = _low_bits(size, places.size)
-    high = np.zeros((size >> low) + places.size + 1, np.uint8)
-    high[(places >> low) + np.arange(places.size)] = 1
-    lows = (places & ((1 << low) - 1)).astype(np.uint32)
-    bits = ((lows[:, None] >> np.arange(low, dtype=np.uint32)) & 1).astype(np.uint8)
-    return np.concatenate([np.packbits(bits), np.packbits(high)])
+def _pack_ranks(chosen: Chosen) -> Bytes:
+    # numpy finds the positions in a boolean array several times as fast as in one of numbers.
+    (places,) = np.nonzero(chosen)
+    low = _low_bits(chosen.size, places.size)
+    high = np.zeros((chosen.size >> low) + places.size + 1, np.uint8)
+    packed = []
+    for start in range(0, places.size, _BLOCK):
+        block = places[start : start + _BLOCK]
+        high[(block >> low) + np.arange(start, start + block.size)] = 1
+        lows = (block & ((1 << low) - 1)).astype(np.uint32)
+        packed.append(np.packbits(((lows[:, None] >> np.arange(low, dtype=np.uint32)) & 1).astype(np.uint8)))
+    return np.concatenate([*packed, np.packbits(high)])
 
 
 def _unpack_ranks(size: int, count: int, packed: Bytes) -> tuple[Places, int]:
     low = _low_bits(size, count)
     lows, highs = -(-count * low // 8), -(-((size >> low) + count + 1) // 8)
     require(packed.size >= lows + highs, "too few places")
-    (marks,) = np.nonzero(np.unpackbits(packed[lows : lows + highs]))
-    require(marks.size == count, "the number of positions is wrong")
-    places = (marks - np.arange(count)) << low
-    if low:
-        bits = np.unpackbits(packed[:lows], count=count * low).reshape(count, low)
-        places |= bits.astype(np.int64) @ (1 << np.arange(low, dtype=np.int64))
+    (places,) = np.nonzero(np.unpackbits(packed[lows : lows + highs]).view(np.bool_))
+    require(places.size == count, "the number of positions is wrong")
+    for start in range(0, count, _BLOCK):
+        block = places[start : start + _BLOCK]
+        block -= np.arange(start, start + block.size)
+        block <<= low
+        if low:
+            bits = np.unpackbits(packed[start * low // 8 : lows], count=block.size * low).reshape(block.size, low)
+            block |= bits.astype(np.int64) @ (1 << np.arange(low, dtype=np.int64))
     require(count == 0 or (places[-1] < size and (np.diff(places) > 0).all()), "positions are not in order")
     return places, lows + highs
