@@ -175,7 +175,7 @@ class MeanCollective:
         self._driver.drain()
         vector, events = None if in_place else self._buffer(), queue.SimpleQueue[Event | RequestFailed]()
         if self._size == 0:
-            events.put(Given(0))
+            events.put(Given(0, PartedVector([]) if in_place else None))
         self._open = events
         return Buckets(self.plan, vector, events, self._beside.submit(self._run, step, vector, weight, events))
 

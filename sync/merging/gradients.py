@@ -87,8 +87,9 @@ class GradientMerge:
         at = 0
         for one in self._collective.merge(step, self._flat.gradient(), weight) if buckets is None else found:
             self._flat.load_gradient(one.vector, at)
-            at = (at + one.vector.size) % self._flat.layout.gradient_size
-            if not at:
+            at += one.vector.size
+            if at == self._flat.layout.gradient_size:
+                at = 0
                 yield
 
     @property

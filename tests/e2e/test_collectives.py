@@ -32,7 +32,11 @@ def running(running_pair: Running) -> Running:
             ("collective=k-reduce", "k=2", "merge.staleness=1", "merge.codec=bf16", "train.end.epochs=16"),
             "k-reduce with K = 2",
         ),
-        (("collective=pipelined-scatter-reduce", "wan.exchange=background"), "pipelined-scatter-reduce"),
+        # After eight passes its accuracy was 0.80 to 0.91, as updates happened to come.
+        (
+            ("collective=pipelined-scatter-reduce", "wan.exchange=background", "train.end.epochs=12"),
+            "pipelined-scatter-reduce",
+        ),
         (
             ("collective=isp", "k=2", "task.config.lr=0.05", "function.slice=3s", "train.end.epochs=20"),
             "isp with K = 2",
