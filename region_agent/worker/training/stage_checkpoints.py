@@ -297,7 +297,9 @@ class StageCheckpoints:
     # From one invocation to the next
 
     def facts(self) -> dict[str, float]:
-        """Return the numbers that the next invocation of this worker needs."""
+        """Return the numbers that the next invocation of this worker needs, once a state that is being stored is."""
+        # Else nobody would know of that state, and delete it.
+        self.settle()
         found = {"logged": float(self._logged), "background": float(self._background)}
         return found | {f"stored/{number}": float(state) for number, state in enumerate(self._states)}
 

@@ -4,6 +4,7 @@ behind the furthest worker that was well."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -211,6 +212,25 @@ def _probe(world: World, attempt: int, key: str, store_seconds: float) -> int:
     checkpoints.inherit(key, 1.0)
     checkpoints.close()
     return max(checkpoints._agreed.step, world.round * PER_ROUND)
+
+
+def test_the_next_invocation_knows_of_a_state_that_is_just_being_stored() -> None:
+    """Else it would stay in the channel after the job."""
+    channel, stored = MemoryChannel(), threading.Event()
+    put = channel.put
+
+    def slowly(key: str, pieces: object) -> None:
+        assert key != state_key(1, 0, 1) or stored.wait(10)
+        put(key, pieces)  # type: ignore[arg-type]
+
+    channel.put = slowly  # type: ignore[method-assign]
+    checkpoints = StageCheckpoints(_call(0, 1, 1, 1, 5.0), Pipeline(((0, 0),), 1, 2, "1f1b"), channel, 100)  # type: ignore[arg-type]
+    checkpoints.store(1, framing.encode({}, {"step": 1, "round": 0}))
+    threading.Timer(0.2, stored.set).start()
+    assert checkpoints.facts()["stored/0"] == 1.0
+    checkpoints.delete_all(1)
+    assert not channel.values
+    checkpoints.close()
 
 
 def test_what_storing_keeps_a_core_busy_counts_apart_from_how_long_it_takes() -> None:
