@@ -74,14 +74,16 @@ class Sweeper:
         whole, unfinished = await asyncio.to_thread(blobs.whole), await asyncio.to_thread(blobs.unfinished)
         # Read after the files, so that every file's job is known.
         jobs = await self._jobs()
-        initial = {
-            name: entry.state.initial_model.uploaded
-            for name, entry in self._federation.jobs.items()
-            if entry.state.initial_model is not None
-        }
-        parts = await asyncio.to_thread(self._parts, {use.bundle_digest for use in jobs.values()})
+        active = list(self._federation.jobs.values())
+
+        def items() -> list[Item]:
+            models = ((entry.row.id, entry.state.initial_model) for entry in active)
+            initial = {name: model.uploaded for name, model in models if model is not None}
+            parts = self._parts({use.bundle_digest for use in jobs.values()})
+            return file_items(whole, unfinished, jobs, initial, parts)
+
         # In a thread, since many jobs take long.
-        return await asyncio.to_thread(file_items, whole, unfinished, jobs, initial, parts), jobs
+        return await asyncio.to_thread(items), jobs
 
     def _parts(self, bundles: set[str]) -> dict[str, frozenset[str]]:
         """Return the digests of the files that belong to archives, where there are any."""
