@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -280,12 +280,13 @@ def _parameters(module: torch.nn.Module) -> int:
 def _pace(bench: _Bench) -> Iterator[StepNumbers]:
     """Measure whole steps of a single worker, with the job's batch and, if time is left, with a smaller one.
 
-    Durations of other batches can be computed from these two.
+    Durations of other batches can be computed from these two. Rounds of clients have the job's batch alone, so that as
+    many clients as possible are trained.
     """
     limit, begun = bench.call.limit_seconds, time.monotonic()
     wanted = min(bench.call.batch, len(bench.data))
-    yield (first := _timed(bench, wanted, begun + _JOB_BATCH_SHARE * limit))
-    smaller = max(_SMALLEST_BATCH, wanted // 4)
+    smaller = max(_SMALLEST_BATCH, wanted // 4) if bench.call.clients is None else wanted
+    yield (first := _timed(bench, wanted, begun + limit * (_JOB_BATCH_SHARE if smaller < wanted else 1.0)))
     if smaller < wanted and time.monotonic() + first.seconds < begun + limit:
         with contextlib.suppress(*_OTHER_BATCH_FAILS):
             yield _timed(bench, smaller, begun + limit)
@@ -331,9 +332,9 @@ def _client_seconds(bench: _Bench, rounds: ClientRounds, size: int, until: float
             bench.data, call.seed, call.region, rounds.model_copy(update={"batch": size}), task.collate
         )
     drawn = clients.drawn(1)
-    # In any order, as those whose samples come first may be larger than others. The first client is trained twice, as
-    # its first time is not counted: what a process has not done before takes longer.
-    order = np.random.default_rng(call.seed).permutation(drawn).tolist()
+    # However few the time allows, they have few and many samples. The first one is trained twice, as its first time is
+    # not counted: what a process has not done before takes longer.
+    order = _spread(sorted(drawn, key=clients.trained_samples))
     with task.calling("the model's train()"):
         bench.module.train()
     local = LocalTraining(
@@ -348,9 +349,29 @@ def _client_seconds(bench: _Bench, rounds: ClientRounds, size: int, until: float
     if not trained.samples:
         raise GeofedError("TASK_INVALID", "all samples that dataset gives for a round of clients are None")
     counted = slice(1, None) if any(trained.each[1:]) else slice(None)
+    # Clients of the region have other numbers of samples than the few that were trained.
+    kept = trained.samples / (trained.samples + clients.skipped)
+    mean = kept * clients.mean_trained_samples()
+    each = _seconds_at(mean, trained.each[counted], trained.seconds[counted])
     # Begin and end of a round are the same for few clients and for many.
-    seconds = statistics.fmean(trained.seconds[counted]) + around / len(drawn)
-    return seconds * size / statistics.fmean(trained.each[counted])
+    return (each + around / len(drawn)) * size / mean
+
+
+def _spread(ordered: Sequence[int]) -> list[int]:
+    """Return all of a sequence, from the middle on, so that any first few lie evenly (van der Corput's sequence)."""
+    bits = len(ordered).bit_length()
+    places = (int(f"{number:0{bits}b}"[::-1], 2) * len(ordered) >> bits for number in range(1, 1 << bits))
+    return [ordered[place] for place in dict.fromkeys([*places, 0])]
+
+
+def _seconds_at(samples: float, counts: Sequence[int], seconds: Sequence[float]) -> float:
+    """Return the seconds of a client with some samples, from those of others with ``counts`` samples, not all 0: on the
+    line of least squares of which neither a client's own part nor a sample's is negative."""
+    mean, spent = statistics.fmean(counts), statistics.fmean(seconds)
+    slope = spent / mean
+    if len(set(counts)) > 1:
+        slope = min(max(0.0, statistics.linear_regression(counts, seconds).slope), slope)
+    return spent + slope * (samples - mean)
 
 
 def _layers_if_too_large(call: ProfileCall, task: TaskModule) -> Layers | None:

@@ -190,9 +190,8 @@ def test_the_time_of_rounds_is_forecast_from_what_clients_cost(federation: Feder
     plan = json.loads(ran.stdout)["data"]
     assert plan["estimate"]["basis"] in ("probed", "likened")
     steps = next(one for one in plan["estimate"]["phases"] if one["name"] == "steps")
-    # 10 clients of 0.3 s, one after the other, in each of 4 rounds; and what their samples take on a busy machine. The
-    # probe fits both from a few clients, so that one part may be taken for the other's.
-    assert 0.8 * 4 * 10 * 0.3 < steps["seconds"] < 2 * 4 * 10 * 0.3
+    # 10 clients of 0.3 s, one after the other, in each of 4 rounds; and what their samples take on a busy machine.
+    assert 0.98 * 4 * 10 * 0.3 < steps["seconds"] < 2 * 4 * 10 * 0.3
     described, _ = _ended(running, running.submit(*wanted, task=task), tmp_path / "slow.safetensors")
     planned = {part["region"]: part["samples_per_second"] for part in plan["partitions"]}
     # Without clients' own costs it would be a hundred times as fast.

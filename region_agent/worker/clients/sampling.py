@@ -88,12 +88,19 @@ class ClientSampler:
 
     def trained_samples(self, client: int) -> int:
         """Return the samples that a client processes in a round."""
-        count, rounds = self.samples(client), self._rounds
+        return int(self._trained(self._counts[client : client + 1])[0])
+
+    def mean_trained_samples(self) -> float:
+        """Return the samples that a client of the region processes in a round, in the mean."""
+        return float(self._trained(self._counts).mean())
+
+    def _trained(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        rounds = self._rounds
         if not rounds.steps:
-            return count * rounds.epochs
-        each = -(-count // rounds.batch)
-        whole, rest = divmod(rounds.steps, each)
-        return whole * count + min(rest * rounds.batch, count)
+            return counts * rounds.epochs
+        whole, rest = np.divmod(rounds.steps, -(-counts // rounds.batch))
+        trained: npt.NDArray[np.int64] = whole * counts + np.minimum(rest * rounds.batch, counts)
+        return trained
 
     def weight(self, client: int, kept: int) -> int:
         """Return what a client counts by in the mean, if so many of the samples that it has drawn in a round are not

@@ -58,6 +58,8 @@ def test_a_client_trains_on_its_own_samples(sizes: list[int], epochs: int, steps
     how = {"epochs": epochs} if epochs else {"steps": steps}
     clients = _clients(sizes, batch=batch, **how)
     seen: Counter[int] = Counter()
+    trained = [clients.trained_samples(client) for client in range(clients.total)]
+    assert clients.mean_trained_samples() == pytest.approx(sum(trained) / clients.total)
     for client in range(clients.total):
         batches = list(clients.batches(client, 4))
         assert [list(one) for one in clients.batches(client, 4)] == batches
