@@ -213,12 +213,15 @@ def _sizes(plan: Plan, snapshot: Snapshot) -> tuple[float, float]:
 
 
 def stands_beyond(snapshot: Snapshot, model_bytes: int, *, background: bool) -> float:
-    """Return the seconds of a round for which workers stand still beyond what the cost model has, as a run has told;
-    without one, in the background, for as long as models of that size take."""
-    told = snapshot.background_end_seconds if background else snapshot.round_end_seconds
-    if told is None and background:
-        return model_bytes / BACKGROUND_END_BYTES_PER_SECOND
-    return told or 0.0
+    """Return the seconds of a round for which workers stand still beyond what the cost model has, as a run has told.
+
+    Without one, in the background: for as long as models of that size take; where regions wait for each other: as in
+    the background, if a run has told that, so that what is not known does not seem cheaper than what is.
+    """
+    told = snapshot.background_end_seconds
+    if not background:
+        return snapshot.round_end_seconds if snapshot.round_end_seconds is not None else told or 0.0
+    return model_bytes / BACKGROUND_END_BYTES_PER_SECOND if told is None else told
 
 
 def stood_still_seconds(plan: Plan, table: LinkTable, model_bytes: int) -> float:

@@ -123,6 +123,7 @@ def _run(running: Running, kind: str) -> dict[str, Any]:
     found = {key: (expected[key]["expected"], took[key]) for key in ("seconds", "wan_bytes", "usd")}
     within = all(expected[key]["low"] <= took[key] <= expected[key]["high"] for key in found)
     plan = {key: ended["plan"][key] for key in ("interval", "codec", "topology")}
+    plan["background"] = bool(ended["plan"]["wan_settings"].get("background"))
     told, result = ended["plan"]["estimate"], ended["result"]
     parts = {
         "phases": {phase["name"]: phase["seconds"] for phase in told["phases"]},

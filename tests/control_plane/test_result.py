@@ -242,6 +242,27 @@ def test_the_ends_of_rounds_are_known_to_the_next_plan(job_file: Path) -> None:
     assert runs_of(row, state, spec, chosen, one_way)[0].round_end_seconds is None, "a path of its plan is gone"
 
 
+def test_waiting_for_each_other_is_not_cheaper_as_only_the_background_is_known(job_file: Path) -> None:
+    spec, regions = load(job_file).spec, [live("r0", 500, 2, 100.0), live("r1", 500, 2, 100.0)]
+    wanted = replace(to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC)), workers=1, interval=5, codec="fp32")
+    known = snapshot_of(regions, (), TaskHistory())
+    for exchange in ("synchronous", "background"):
+        before, after, told = (
+            plan(one, replace(wanted, exchange=exchange))
+            for one in (
+                known,
+                replace(known, background_end_seconds=0.2),
+                replace(known, background_end_seconds=0.2, round_end_seconds=0.1),
+            )
+        )
+        assert isinstance(before, Plan)
+        assert isinstance(after, Plan)
+        assert isinstance(told, Plan)
+        more = [one.estimate.seconds.expected - before.estimate.seconds.expected for one in (after, told)]
+        own = 0.1 if exchange == "synchronous" else 0.2
+        assert more == pytest.approx([before.rounds * 0.2, before.rounds * own], rel=0.01)
+
+
 def test_a_round_that_stands_still_for_less_than_predicted_is_known_to_the_next_plan(job_file: Path) -> None:
     spec, regions = load(job_file).spec, [live("r0", 500, 2, 100.0), live("r1", 500, 2, 100.0)]
     wanted = replace(to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC)), workers=1, exchange="synchronous")
