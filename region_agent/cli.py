@@ -285,7 +285,8 @@ def privacy(
     from region_agent.privacy import LEDGER, accounts_of
     from sync.privacy import PrivacyLedger, epsilon_of
 
-    rows = PrivacyLedger(state_dir / LEDGER).rows()
+    ledger = PrivacyLedger(state_dir / LEDGER)
+    rows = ledger.rows(doubted=output != "json")
     accounts = accounts_of(load_config(config) if config is not None else None, rows)
     costs = [epsilon_of([(row.release, row.spent)], row.delta) for row in rows]
     if output == "json":
@@ -303,6 +304,8 @@ def privacy(
         print(f"  {row.job}  {row.dataset}, {level}: {noise}, by {of}")
     if not rows:
         _say("no job has released anything under differential privacy")
+    # Where releases may be missing, the owner sees those that are known before the error.
+    ledger.rows()
 
 
 @app.command(epilog="Example: geofed agent doctor --config home.yaml")

@@ -84,13 +84,15 @@ class PrivacyLedger:
         self._doubt = folder.with_name(f"{folder.name}.restored")
         """Says that releases may be missing."""
 
-    def rows(self) -> tuple[LedgerRow, ...]:
-        """Return all rows, the oldest job first. Raises ``GeofedError("STATE_INVALID")`` if the ledger is damaged or
-        lost."""
+    def rows(self, *, doubted: bool = False) -> tuple[LedgerRow, ...]:
+        """Return all rows, the oldest job first. ``doubted``: also where `doubt` says that releases may be missing.
+
+        Raises ``GeofedError("STATE_INVALID")`` if the ledger is damaged or lost.
+        """
         if not self._folder.exists():
-            return tuple(self._read())
+            return tuple(self._read(doubted))
         with self._locked():
-            return tuple(self._read())
+            return tuple(self._read(doubted))
 
     def change(self, made: Callable[[Sequence[LedgerRow]], Sequence[LedgerRow]]) -> None:
         """Replace all rows by those that ``made`` returns for the present ones; durable when this returns.
@@ -172,8 +174,8 @@ class PrivacyLedger:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _read(self) -> list[LedgerRow]:
-        if self._doubt.exists():
+    def _read(self, doubted: bool = False) -> list[LedgerRow]:
+        if self._doubt.exists() and not doubted:
             text = (
                 f"what is spent of privacy is not known: the state directory was restored from a copy ({self._doubt})"
             )

@@ -376,8 +376,14 @@ def test_a_state_that_was_restored_from_a_copy_grants_nothing_until_the_owner_ac
         assert "restored from a copy" in told.message
     guard.admit(start("job-3", dataset="open", noise=0.0))
     guard.state_restored()
+    # The owner sees what is known, to decide on it.
+    shown = CliRunner().invoke(app, ["privacy", "--state-dir", str(tmp_path)])
+    assert "job-1  digits, level " in shown.stdout
+    assert isinstance(shown.exception, GeofedError)
+    assert shown.exception.code == "STATE_INVALID"
     (tmp_path / f"{LEDGER}.restored").unlink()
     PrivacyGuard(config(), tmp_path).admit(start("job-2", rounds=1))
+    assert CliRunner().invoke(app, ["privacy", "--state-dir", str(tmp_path)]).exit_code == 0
 
 
 def test_a_region_without_budgets_and_releases_has_nothing_to_lose(tmp_path: Path) -> None:
