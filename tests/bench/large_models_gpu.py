@@ -90,7 +90,7 @@ def model(config):
 
 def dataset(uri, split, config):
     drawn = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randint(config["vocabulary"], (2048, config["length"] + 1), generator=drawn))
+    return TensorDataset(torch.randint(config["vocabulary"], (20_000, config["length"] + 1), generator=drawn))
 
 
 def loss(model, batch):

@@ -26,7 +26,7 @@ __all__ = ["REGIONS", "alone", "sites", "speed_of"]
 
 REGIONS = ("east", "south", "west")
 _SAMPLES = 20_000
-"""Of each region, as its file states."""
+"""Of each region, as its file states and the tasks make them."""
 _WARM_ROUNDS = 8
 """The interval is adapted in the first ones, and a first model may travel."""
 _PATIENCE_SECONDS = 900.0
