@@ -37,6 +37,14 @@ def test_benchmarks_of_gpus_say_that_there_is_none() -> None:
     assert "no GPU that PyTorch sees" in alone.stderr
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_the_benchmark_of_a_shared_gpu_runs_with_a_tiny_model() -> None:
+    command = [sys.executable, str(BENCH / "large_models_gpu.py"), "--trial", "--quick"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "geofed " in run.stdout, run.stderr
+
+
 def test_tests_on_gpus_are_counted() -> None:
     from bench.gpu_parts import counts_of
 
