@@ -215,6 +215,13 @@ class Queries(Database):
         with self._reading() as connection:
             return list(connection.execute(wanted).scalars())
 
+    def has_rows(self, table: str, until: float, job: str | None = None) -> bool:
+        """Whether `remove_rows` would remove any."""
+        found = t.metadata.tables[table]
+        with self._reading() as connection:
+            wanted = select(literal(1)).select_from(found).where(rows_until(found, until, job))
+            return connection.execute(wanted.limit(1)).first() is not None
+
     def database_bytes(self) -> int:
         """Return the size of the database."""
         pages = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
@@ -407,6 +414,12 @@ class Queries(Database):
 def _lists_read(row: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a row of the jobs with its lists as tuples."""
     return {**row, **{name: tuple(json.loads(row[name])) for name in LISTS if name in row}}
+
+
+def rows_until(table: Table, until: float, job: str | None) -> Any:
+    """Return the condition of the rows of a history that are not later than a time. ``job``: that name it."""
+    old = table.c.at <= until
+    return old if job is None else and_(old, table.c.job == job)
 
 
 def _is_of_jobs(table: Table) -> bool:

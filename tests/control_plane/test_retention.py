@@ -253,19 +253,21 @@ def test_what_a_job_needs_that_comes_while_files_are_looked_at_stays(
     run(tmp_path, scenario)
 
 
-def test_where_no_file_is_old_no_job_is_read(tmp_path: Path) -> None:
+def test_where_nothing_is_old_no_job_is_read_and_no_change_waits(tmp_path: Path) -> None:
     async def scenario(place: Place) -> None:
         young, at_age = place.put(b"young", 6.999), place.put(b"at age", 7)
         place.job("ended", 1, model=young)
+        place.store.commit(Change(events=tuple(EventRow(NOW - days * DAY, "", "", "k", "t") for days in (1, 366))))
         told = list[str]()
         event.listen(place.store.engine, "before_cursor_execute", lambda *given: told.append(given[2]))
         await place.sweeper.sweep()
         assert (place.has(young), place.has(at_age)) == (True, False)
         assert any("model_digests" in one for one in told)
+        assert any("DELETE FROM" in one for one in told)
         told.clear()
         await place.sweeper.sweep()
         assert told
-        assert not any("model_digests" in one for one in told)
+        assert not any("model_digests" in one or "UPDATE leadership" in one or "DELETE FROM" in one for one in told)
 
     run(tmp_path, scenario)
 

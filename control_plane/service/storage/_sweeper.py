@@ -64,29 +64,21 @@ class Sweeper:
         measured: list[RowUse] = []
         for table in HISTORIES:
             measured += await self._federation.read(partial(Store.row_uses, table=table, job=job))
-        files, jobs = await self._files()
-        sizes = await self._federation.read(Store.job_bytes)
-
-        def items() -> list[Item]:
-            kept = [job_item(use, sizes.get(use.id, 0)) for use in jobs.values()]
-            found = [*kept, *files, *(rows_item(use, jobs) for use in measured)]
-            return [item for item in found if not job or job in item.stored.jobs]
-
-        # In a thread, since many jobs take long.
-        return await asyncio.to_thread(items), jobs
-
-    async def _files(self) -> tuple[list[Item], dict[str, JobUse]]:
         blobs = self._federation.blobs
         whole, unfinished = await asyncio.to_thread(blobs.whole), await asyncio.to_thread(blobs.unfinished)
         # Read after the files, so that every file's job is known.
         jobs = await self._jobs()
+        sizes = await self._federation.read(Store.job_bytes)
         active = list(self._federation.jobs.values())
 
         def items() -> list[Item]:
             models = ((entry.row.id, entry.state.initial_model) for entry in active)
             initial = {name: model.uploaded for name, model in models if model is not None}
             parts = self._parts({use.bundle_digest for use in jobs.values()})
-            return file_items(whole, unfinished, jobs, initial, parts)
+            found = [job_item(use, sizes.get(use.id, 0)) for use in jobs.values()]
+            found += file_items(whole, unfinished, jobs, initial, parts)
+            found += [rows_item(use, jobs) for use in measured]
+            return [item for item in found if not job or job in item.stored.jobs]
 
         # In a thread, since many jobs take long.
         return await asyncio.to_thread(items), jobs
@@ -157,6 +149,9 @@ class Sweeper:
         return count
 
     async def _remove_rows(self, table: str, job: str | None, until: float) -> int:
+        # Most often there are none, and a removal waits for all changes before it while no other one can begin.
+        if not await self._federation.read(partial(Store.has_rows, table=table, until=until, job=job)):
+            return 0
         query = partial(Store.remove_rows, table=table, until=until, job=job, limit=_ROWS_AT_ONCE)
         return await self._remove_all(query)
 
