@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -191,9 +191,14 @@ class BlobStore:
             self._held.subtract(held)
             self._held += Counter()  # drops what is held no more
 
-    def whole(self) -> list[Found]:
-        """Return the complete blobs, whose names are their digests. Blocks."""
-        return [blob for blob in found(self._whole) if _DIGEST.fullmatch(f"sha256:{blob.path.name}")]
+    def whole(self, *, until: float = math.inf, digests: Iterable[str] | None = None) -> list[Found]:
+        """Return the complete blobs, whose names are their digests, that were not used after a time. Blocks.
+
+        ``digests``: only these.
+        """
+        names = os.listdir(self._whole) if digests is None else [one.removeprefix("sha256:") for one in digests]
+        held = (_found(self._whole / name) for name in names if _DIGEST.fullmatch(f"sha256:{name}"))
+        return [blob for blob in held if blob is not None and blob.changed_at <= until]
 
     def unfinished(self) -> list[Found]:
         """Return the files of uploads that are not complete, and of blobs that are being removed. Blocks."""
@@ -254,6 +259,14 @@ def _append(descriptor: int, chunk: common_pb2.BlobChunk, have: int, total: int)
         have += written
         fresh = fresh[written:]
     return have
+
+
+def _found(path: Path) -> Found | None:
+    with suppress(FileNotFoundError):
+        stat = path.stat()
+        # st_blocks counts units of 512 bytes.
+        return Found(path, stat.st_blocks * 512, stat.st_mtime)
+    return None
 
 
 def _size(path: Path) -> int | None:

@@ -68,6 +68,9 @@ def apply(connection: Connection, change: Change, max_log_lines: int) -> Committ
     for job in change.jobs:
         lists = {name: json.dumps(getattr(job, name)) for name in LISTS}
         put(connection, t.jobs, {"id": job.id}, vars(job) | lists)
+        for digest in job.model_digests if job.ended_at else ():
+            of_model = {"digest": digest, "job": job.id}
+            put(connection, t.job_models, of_model, of_model)
     for gone in change.deletions:
         _delete_job(connection, gone)
     for region in change.regions:
@@ -192,7 +195,7 @@ def _move_cursors(connection: Connection, change: Change) -> None:
 def _delete_job(connection: Connection, gone: Deletion) -> None:
     """Remove a job's rows. Its commands stay: a region that is away gets them when it is back."""
     connection.execute(delete(t.jobs).where(t.jobs.c.id == gone.job))
-    for table in (t.events, t.logs, t.runs):
+    for table in (t.events, t.logs, t.runs, t.job_models):
         connection.execute(delete(table).where(table.c.job == gone.job))
     put(connection, t.deletions, {"job": gone.job}, asdict(gone))
 

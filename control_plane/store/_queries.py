@@ -144,6 +144,21 @@ class Queries(Database):
         ended = t.jobs.c.ended_at
         return self._job_uses(_JOB_USES.where(ended > 0, ended >= since, ended <= until).order_by(ended))
 
+    def uses_of_blobs(self, digests: Sequence[str]) -> list[JobUse]:
+        """Return what those jobs keep that have any of some blobs: the last one to end of those with the same code, and
+        all that have ended with a model."""
+        each = "json_array_elements_text(CAST(:digests AS json))" if self.shared else "json_each(:digests)"
+        last = "SELECT id FROM jobs WHERE bundle_digest = each.value ORDER BY ended_at DESC LIMIT 1"
+        of_models = f"SELECT job FROM job_models JOIN {each} AS each ON digest = each.value"
+        ids = text(f"SELECT ({last}) AS id FROM {each} AS each UNION {of_models}")
+        chosen = ids.bindparams(digests=json.dumps(list(digests))).columns(id=String)
+        return self._job_uses(_JOB_USES.where(t.jobs.c.id.in_(chosen)))
+
+    def bundles(self) -> list[str]:
+        """Return the digests of all jobs' code, each once. Reads an index of all jobs."""
+        with self._reading() as connection:
+            return list(connection.execute(select(t.jobs.c.bundle_digest).distinct()).scalars())
+
     def _job_uses(self, wanted: Select[Any]) -> list[JobUse]:
         with self._reading() as connection:
             return [JobUse(**_lists_read(row)) for row in connection.execute(wanted).mappings()]
@@ -157,7 +172,9 @@ class Queries(Database):
     def job_bytes(self) -> dict[str, int]:
         """Return the length of each job's description, plan, state and result, by ID. Reads the whole table."""
         texts = ("spec_json", "plan_json", "state_json", "result_json")
-        size = sum((func.length(t.jobs.c[name]) for name in texts), start=literal(0))
+        # PostgreSQL decompresses each text to count its characters, which takes seconds, but not to tell its bytes.
+        length = func.octet_length if self.shared else func.length
+        size = sum((length(t.jobs.c[name]) for name in texts), start=literal(0))
         with self._reading() as connection:
             return {job: int(length) for job, length in connection.execute(select(t.jobs.c.id, size))}
 
@@ -197,6 +214,13 @@ class Queries(Database):
         wanted = select(t.jobs.c.id).where(t.jobs.c.ended_at > 0, t.jobs.c.ended_at <= until, has_rows)
         with self._reading() as connection:
             return list(connection.execute(wanted).scalars())
+
+    def has_rows(self, table: str, until: float, job: str | None = None) -> bool:
+        """Whether `remove_rows` would remove any."""
+        found = t.metadata.tables[table]
+        with self._reading() as connection:
+            wanted = select(literal(1)).select_from(found).where(rows_until(found, until, job))
+            return connection.execute(wanted.limit(1)).first() is not None
 
     def database_bytes(self) -> int:
         """Return the size of the database."""
@@ -390,6 +414,12 @@ class Queries(Database):
 def _lists_read(row: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a row of the jobs with its lists as tuples."""
     return {**row, **{name: tuple(json.loads(row[name])) for name in LISTS if name in row}}
+
+
+def rows_until(table: Table, until: float, job: str | None) -> Any:
+    """Return the condition of the rows of a history that are not later than a time. ``job``: that name it."""
+    old = table.c.at <= until
+    return old if job is None else and_(old, table.c.job == job)
 
 
 def _is_of_jobs(table: Table) -> bool:

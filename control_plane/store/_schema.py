@@ -60,8 +60,15 @@ jobs = Table(
     Index(None, "user", "created_at"),
     Index(None, "secure_aggregation", "task_key", "created_at"),
     Index(None, "ended_at"),
-    Index(None, "bundle_digest"),
+    Index(None, "bundle_digest", "ended_at"),
     Index("ix_jobs_shared", "created_at", sqlite_where=text(SHARED), postgresql_where=text(SHARED)),
+)
+# Which ended jobs have a model, so that a file's jobs are found; those of the others are in memory.
+job_models = Table(
+    "job_models",
+    metadata,
+    Column("digest", String(80), primary_key=True),
+    Column("job", String(64), primary_key=True, index=True),
 )
 deletions = Table(
     "deletions",

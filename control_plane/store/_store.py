@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from sqlalchemy import (
     Engine,
-    and_,
     delete,
     select,
     update,
@@ -15,7 +14,7 @@ from sqlalchemy import (
 
 from control_plane.store import _schema as t
 from control_plane.store._applying import apply, put
-from control_plane.store._queries import Queries
+from control_plane.store._queries import Queries, rows_until
 from control_plane.store._records import (
     Change,
     Committed,
@@ -63,9 +62,7 @@ class Store(Queries):
         ``job``: only those that name it; empty: that name none.
         """
         found = t.metadata.tables[table]
-        wanted = found.c.at <= until
-        if job is not None:
-            wanted = and_(wanted, found.c.job == job)
+        wanted = rows_until(found, until, job)
         if "cursor" in found.c:
             first = select(found.c.cursor).where(wanted).order_by(found.c.cursor).limit(limit)
             wanted = found.c.cursor.in_(first)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,20 +16,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from sqlalchemy import event
 from support import small_job
 
 from control_plane.blobs import BlobStore
 from control_plane.cli.commands.server.serve import _rules
-from control_plane.core import JobState
+from control_plane.core import InitialModel, JobState, KeptModel, Models
 from control_plane.service import KEEP, Federation, Sweeper
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.storage import _sweeper
 from control_plane.service.storage._inventory import Item, file_items
 from control_plane.spec import load
+from control_plane.spec._pack import _archive
 from control_plane.store import Change, Deletion, EventRow, JobRow, JobUse, LogRow, RunRow, Store, WeightRow, open_store
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.task_folder import Part
 from geofed_pb.storage import Found, Keep, due
 from geofed_pb.v1 import common_pb2
 from tests.control_plane.fake_agent import digest_of
@@ -190,32 +195,79 @@ def test_what_a_request_or_an_upload_under_way_needs_is_not_removed(tmp_path: Pa
     run(tmp_path, scenario)
 
 
+def entry_of(folder: Path, row: JobRow, **state: Any) -> JobEntry:
+    """A job that has not ended, without a plan."""
+    (folder / "job.yaml").write_text(small_job.JOB)
+    (folder / "task.py").write_text(small_job.TASK)
+    plan: Any = SimpleNamespace(partitions=(), wan_settings={})
+    return JobEntry(row, JobState(row.id, 30.0, NOW, **state), load(folder / "job.yaml").spec, plan)
+
+
 def test_what_a_job_needs_that_comes_while_files_are_looked_at_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it is still active, or has ended already, or only asked."""
+    """Whether it is still active, or has ended already, or its end is being stored, or it only asked; also the model
+    that an active job gets."""
 
     async def scenario(place: Place) -> None:
-        code, ended, asked, other = (place.put(name, 8) for name in (b"code", b"ended", b"asked", b"other"))
-        (tmp_path / "job.yaml").write_text(small_job.JOB)
-        (tmp_path / "task.py").write_text(small_job.TASK)
-        plan: Any = SimpleNamespace(partitions=(), wan_settings={})
-        spec = load(tmp_path / "job.yaml").spec
-        active = JobEntry(replace(JOB, bundle_digest=code), JobState("active", 30.0, NOW), spec, plan)
-        looked = place.sweeper._files
+        names = "code", "model", "ended", "ending", "asked", "other"
+        code, model, ended, ending, asked, other = (place.put(name.encode(), 8) for name in names)
+        active, before, short = (
+            entry_of(tmp_path, replace(JOB, id=name, request_id=name, bundle_digest=digest))
+            for name, digest in (("active", code), ("before", "b"), ("short", ending))
+        )
+        stored, looked, commit_all = threading.Event(), place.sweeper._due, Store.commit_all
 
-        async def late() -> tuple[list[Item], dict[str, JobUse]]:
-            found = await looked()
-            monkeypatch.setattr(place.sweeper, "_files", looked)
+        async def change(entry: JobEntry, **state: Any) -> None:
             async with place.federation.change() as draft:
-                draft.add_job(active)
+                draft.changed_jobs[entry.row.id] = replace(entry, state=replace(entry.state, **state))
+                draft.record("k", "t")
+
+        def slow(store: Store, changes: Any) -> Any:
+            stored.wait(10)
+            return commit_all(store, changes)
+
+        async def late(*given: Any) -> list[Item]:
+            found = await looked(*given)
+            monkeypatch.setattr(place.sweeper, "_due", looked)
             place.job("ended", 0, model=ended)
+            await change(active)
+            await change(before, blob_digest=model)
+            await change(short)
             place.blobs.stat(asked, "user ann")
+            monkeypatch.setattr(Store, "commit_all", slow)
+            asyncio.get_running_loop().call_later(0.2, stored.set)
+            end.append(asyncio.create_task(change(short, phase="failed", finished_at=NOW)))
+            await asyncio.sleep(0)
             return found
 
-        monkeypatch.setattr(place.sweeper, "_files", late)
+        end = list[asyncio.Task[None]]()
+        await change(before)
+        monkeypatch.setattr(place.sweeper, "_due", late)
+        await place.sweeper._remove_files(place.blobs.whole, KEEP)
+        assert not stored.is_set(), "the end was being stored"
+        await end[0]
+        kept = [place.has(digest) for digest in (code, model, ended, ending, asked, other)]
+        assert kept == [True, True, True, True, True, False]
+
+    run(tmp_path, scenario)
+
+
+def test_where_nothing_is_old_no_job_is_read_and_no_change_waits(tmp_path: Path) -> None:
+    async def scenario(place: Place) -> None:
+        young, at_age = place.put(b"young", 6.999), place.put(b"at age", 7)
+        place.job("ended", 1, model=young)
+        place.store.commit(Change(events=tuple(EventRow(NOW - days * DAY, "", "", "k", "t") for days in (1, 366))))
+        told = list[str]()
+        event.listen(place.store.engine, "before_cursor_execute", lambda *given: told.append(given[2]))
         await place.sweeper.sweep()
-        assert [place.has(digest) for digest in (code, ended, asked, other)] == [True, True, True, False]
+        assert (place.has(young), place.has(at_age)) == (True, False)
+        assert any("model_digests" in one for one in told)
+        assert any("DELETE FROM" in one for one in told)
+        told.clear()
+        await place.sweeper.sweep()
+        assert told
+        assert not any("model_digests" in one or "UPDATE leadership" in one or "DELETE FROM" in one for one in told)
 
     run(tmp_path, scenario)
 
@@ -282,6 +334,101 @@ def test_no_rule_removes_what_an_active_job_needs(
     assert not gone & (needed | set(initial.values()))
     kept = {item.name for item in due([item.stored for item in items], KEEP, 1e12)}
     assert not kept & {digest for job in jobs for digest in (job.bundle_digest, *job.model_digests)}
+
+
+HEX = [name * 64 for name in "abc"]
+FULL = [f"sha256:{name}" for name in HEX]
+AGES = st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0])
+"""In days, so that some are just at the age of a rule."""
+RULES = st.fixed_dictionaries(
+    {kind: st.sampled_from([None, 0.0, 1 * DAY, 2 * DAY, 3 * DAY]) for kind in ("models", "bundles", "unused")}
+)
+
+
+def _rule(bundles: float | None, unused: float) -> Keep:
+    return {"models": None, "bundles": bundles, "unused": unused}
+
+
+KEPT = st.lists(
+    st.tuples(
+        st.one_of(st.none(), AGES), st.sampled_from(FULL), st.lists(st.sampled_from(FULL), max_size=2),
+        st.sampled_from([None, *FULL]),
+    ),
+    max_size=5,
+)  # fmt: skip
+"""Jobs: days since the end or none, code, models, what it has started from."""
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Store]]:
+    folder = tmp_path_factory.mktemp("sweeps")
+    with open_store(f"sqlite:///{folder}/state.db") as store, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_sweeper, "_AT_ONCE", 2)
+        patch.setattr(_sweeper, "_PAUSE_SECONDS", 0.0)
+        yield folder, store
+
+
+@given(
+    st.dictionaries(st.sampled_from(HEX), AGES),
+    st.dictionaries(st.sampled_from(HEX), st.lists(st.sampled_from(HEX), max_size=3)),
+    KEPT, RULES, st.one_of(st.none(), st.sets(st.sampled_from(FULL))),
+)  # fmt: skip
+# A part of the code of an ended job, and of one that ended later, by a rule that is shorter or longer than of no job.
+@example(dict.fromkeys(HEX, 5.0), {HEX[0]: HEX[1:2]}, [(3.0, FULL[0], [], None)], _rule(None, 3 * DAY), None)
+@example(dict.fromkeys(HEX, 2.0), {HEX[0]: HEX[1:2]}, [(2.0, FULL[0], [], None)], _rule(DAY, 3 * DAY), None)
+@example(dict.fromkeys(HEX, 5.0), {HEX[0]: HEX[1:2]}, [(3.0, FULL[0], [], None)], _rule(None, 3 * DAY), {*FULL})
+@example(dict.fromkeys(HEX, 5.0), {}, [(n, FULL[0], [], None) for n in (1.0, 3.0)], _rule(2 * DAY, DAY), None)
+@example(dict.fromkeys(HEX, 5.0), {}, [(n, FULL[0], [], None) for n in (3.0, 2.0)], _rule(2 * DAY, DAY), None)
+def test_a_sweep_removes_what_the_rule_says_of_all_jobs(
+    stage: tuple[Path, Store],
+    ages: dict[str, float],
+    archives: dict[str, list[str]],
+    jobs: list[tuple[float | None, str, list[str], str | None]],
+    keep: Keep,
+    named: set[str] | None,
+) -> None:
+    """Although it looks up few of them. ``named``: what was used by a job that was deleted, instead of a sweep."""
+    folder, store = stage
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        blobs = BlobStore(Path(place))
+        for name, days in ages.items():
+            parts = tuple(Part(str(number), f"sha256:{one}", 1) for number, one in enumerate(archives.get(name, ())))
+            (blobs.folder / name).write_bytes(_archive({}, parts) if parts else b"")
+            os.utime(blobs.folder / name, (NOW - days * DAY, NOW - days * DAY))
+        with store.engine.begin() as connection:
+            connection.exec_driver_sql("DELETE FROM jobs")
+            connection.exec_driver_sql("DELETE FROM job_models")
+        uses, active = {}, {}
+        for number, (days, code, models, initial) in enumerate(jobs):
+            ended_at = 0.0 if days is None else NOW - days * DAY
+            row = replace(
+                JOB, id=str(number), request_id=str(number), phase="running" if days is None else "failed",
+                ended_at=ended_at, bundle_digest=code, model_digests=tuple(models),
+            )  # fmt: skip
+            store.commit(Change(jobs=(row,)))
+            uses[row.id] = JobUse(row.id, "", row.phase, ended_at, code, row.model_digests)
+            if days is None:
+                began = InitialModel("", initial, 1) if initial is not None else None
+                kept = Models(kept=tuple(KeptModel(1, {}, one, 1) for one in models))
+                active[row.id] = entry_of(folder, row, initial_model=began, models=kept)
+        began_from = {name: one.state.initial_model.uploaded for name, one in active.items() if one.state.initial_model}
+        listed = {code: blobs.parts(code) for _, code, _, _ in jobs}
+        items = [item.stored for item in file_items(blobs.whole(), (), uses, began_from, listed)]
+        gone = due(items, keep, NOW) if named is None else [one for one in items if one.kind == "unused"]
+        expected = set(ages) - {
+            one.name.removeprefix("sha256:") for one in gone if named is None or one.name in named
+        }  # fmt: skip
+
+        async def swept() -> None:
+            federation = Federation(store, blobs, lambda: NOW, timedelta(seconds=30), "test")
+            federation.jobs.update(active)
+            federation.changes.loaded()
+            sweeper = Sweeper(federation, keep)
+            await (sweeper.sweep() if named is None else sweeper.remove_unused(named))
+            await federation.close()
+
+        asyncio.run(swept())
+        assert {one.path.name for one in blobs.whole()} == expected
 
 
 def test_rules_are_read_and_faults_told() -> None:

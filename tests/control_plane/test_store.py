@@ -270,6 +270,43 @@ class Contract:
         assert store.is_code_shared("b", "j1")
         assert not store.is_code_shared("c", "j1")
 
+    def test_the_jobs_of_a_blob_are_found(self, store: Store) -> None:
+        def put(name: str, ended_at: float, code: str, *models: str) -> None:
+            job = replace(JOB, id=name, request_id=name, ended_at=ended_at, bundle_digest=code, model_digests=models)
+            store.commit(Change(jobs=(job,)))
+
+        def found(*digests: str) -> list[str]:
+            return sorted(use.id for use in store.uses_of_blobs(digests))
+
+        put("j1", 0.0, "c1", "of an active job, which is in memory")
+        put("j2", 5.0, "c1", "m1", "m2")
+        put("j3", 4.0, "c1", "m2")
+        put("j4", 0.0, "c4")
+        assert [found(one) for one in ("c1", "c4", "m1", "m2")] == [["j2"], ["j4"], ["j2"], ["j2", "j3"]]
+        assert found("c1", "c4", "m1", "m1", "none") == ["j2", "j4"]
+        assert found() == []
+        assert sorted(store.bundles()) == ["c1", "c4"]
+        put("j2", 5.0, "c1", "m1", "m2")
+        put("j4", 6.0, "c4", "m2")
+        store.commit(Change(deletions=(Deletion("j3", "", "operator", 9.0, 1.0, 0.0),)))
+        assert found("m2") == ["j2", "j4"]
+
+    def test_the_jobs_of_a_blob_are_looked_up_in_indexes(self, store: Store) -> None:
+        told = list[tuple[str, Any]]()
+        event.listen(store.engine, "before_cursor_execute", lambda *given: told.append(given[2:4]))
+        store.uses_of_blobs(["c1"])
+        ((query, values),) = [one for one in told if "job_models" in one[0]]
+        with store.engine.begin() as connection:
+            if store.shared:
+                # It has too few rows here for an index to be worth it.
+                connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
+            how = "EXPLAIN" if store.shared else "EXPLAIN QUERY PLAN"
+            plan = "\n".join(str(row[-1]) for row in connection.exec_driver_sql(f"{how} {query}", values))
+        assert "ix_jobs_bundle_digest_ended_at" in plan
+        assert ("pk_job_models" if store.shared else "sqlite_autoindex_job_models_1") in plan
+        assert "Seq Scan on job" not in plan
+        assert "SCAN job" not in plan
+
     def test_rows_are_removed_in_parts_and_only_old_ones(self, store: Store) -> None:
         events = [EventRow(float(n), job, "", "kind", str(n)) for n in range(5) for job in ("", "j1")]
         store.commit(Change(events=tuple(events)))
@@ -336,9 +373,10 @@ class Contract:
             connection.exec_driver_sql("DROP TABLE revocations")
             connection.exec_driver_sql("DROP TABLE deletions")
             connection.exec_driver_sql("DROP TABLE audit")
+            connection.exec_driver_sql("DROP TABLE job_models")
             indexed = (
                 "created_at_user_unpromised_worker_seconds", "phase_created_at", "user_created_at",
-                "secure_aggregation_task_key_created_at", "shared", "ended_at", "bundle_digest",
+                "secure_aggregation_task_key_created_at", "shared", "ended_at", "bundle_digest_ended_at",
             )  # fmt: skip
             for name in indexed:
                 connection.exec_driver_sql(f"DROP INDEX ix_jobs_{name}")
@@ -370,6 +408,7 @@ class Contract:
             connection.exec_driver_sql("UPDATE alembic_version SET version_num = '2026_11_26_shared'")
         with open_store(url) as upgraded:
             (row,) = upgraded.jobs()
+            assert [use.id for use in upgraded.uses_of_blobs(["sha256:0"])] == ["j1"]
         assert (row.ended_at, row.model_digests) == (7.0, ("sha256:0", "sha256:1"))
         assert row.secure_aggregation
         state = job_state_from_json(row.state_json)

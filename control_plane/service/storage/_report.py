@@ -29,15 +29,20 @@ async def storage_report(
     """
     job = (await federation.lookup.find_job(request.job, caller.may_read)).row.id if request.job else ""
     found, uses = await sweeper.items(job=job)
-    items = [item.stored for item in found]
-    if caller.reads_of and not job:
-        uses = {name: use for name, use in uses.items() if use.user == caller.user}
-        items = [item for item in items if not uses.keys().isdisjoint(item.jobs)]
-    shown = {job: uses[job]} if job else uses
-    reply = control_pb2.StorageReply(
-        kinds=[_kind(total) for total in totals(items, sweeper.keep, federation.clock())],
-        jobs=_largest(items, shown, min(request.jobs, _MOST_JOBS)),
-    )
+    now = federation.clock()
+
+    def told() -> control_pb2.StorageReply:
+        items, shown = [item.stored for item in found], {job: uses[job]} if job else uses
+        if caller.reads_of and not job:
+            shown = {name: use for name, use in uses.items() if use.user == caller.user}
+            items = [item for item in items if not shown.keys().isdisjoint(item.jobs)]
+        kinds = [_kind(total) for total in totals(items, sweeper.keep, now)]
+        # Freed here, since that takes long as well.
+        found.clear()
+        return control_pb2.StorageReply(kinds=kinds, jobs=_largest(items, shown, min(request.jobs, _MOST_JOBS)))
+
+    # In a thread, since many jobs take long.
+    reply = await asyncio.to_thread(told)
     if not caller.reads_of and not job:
         reply.database_bytes = await federation.read(Store.database_bytes)
         reply.free_bytes = (await asyncio.to_thread(shutil.disk_usage, federation.blobs.folder)).free
