@@ -56,7 +56,7 @@ def opened(cluster: Cluster, launch: Callable[..., Embedded]) -> Callable[..., A
     @asynccontextmanager
     async def opened(**settings: Any) -> AsyncIterator[Target]:
         section = SETTINGS | {"kubeconfig": str(cluster.kubeconfig())} | settings
-        embedded = launch(kubernetes=section, owner="mark", drain_timeout="1s", forked=True)
+        embedded = launch(kubernetes=section, owner="mark", drain_timeout="1s")
         async with open_target(embedded) as target:
             yield target
         embedded.stop()

@@ -115,9 +115,7 @@ def opened(service: Service, launch: Callable[..., Embedded]) -> Callable[..., A
     @asynccontextmanager
     async def opened(**settings: Any) -> AsyncIterator[Target]:
         section = SETTINGS | settings
-        embedded = launch(
-            serverless=section, owner="mark", drain_timeout="1s", variables=service.variables, forked=True
-        )
+        embedded = launch(serverless=section, owner="mark", drain_timeout="1s", variables=service.variables)
         async with open_target(embedded) as target:
             target.image = IMAGE
             yield target
