@@ -10,9 +10,19 @@ from typing import Any
 
 import httpx2
 import pytest
-from support import failures, warm_functions
-from support.running import UNHURRIED, Federation, Running, check_succeeded, digits_sites, eventually, named
+from support import failures
+from support.running import (
+    UNHURRIED,
+    Federation,
+    Running,
+    check_succeeded,
+    digits_sites,
+    eventually,
+    named,
+    warm_daemons,
+)
 from support.stores import BUCKET, s3_server
+from support.warm_functions import forked_from
 
 from tests.e2e.conftest import STORE_PRICES
 from tests.region_agent.gateway.conftest import Embedded
@@ -118,7 +128,7 @@ def cluster(tmp_path: Path) -> Iterator[Any]:
     from support.kubernetes_cluster import Cluster, worker_command
 
     (tmp_path / "cluster").mkdir()
-    with Cluster(tmp_path / "cluster", {"geofed/worker": worker_command()}, start=warm_functions.fork) as cluster:
+    with Cluster(tmp_path / "cluster", {"geofed/worker": worker_command()}, start=forked_from(warm_daemons)) as cluster:
         yield cluster
 
 
@@ -183,7 +193,7 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from support.lambda_service import IMAGE, Service, function_command
 
     (tmp_path / "lambda").mkdir()
-    with Service(tmp_path / "lambda", {IMAGE: function_command()}, warm_functions.fork) as service:
+    with Service(tmp_path / "lambda", {IMAGE: function_command()}, forked_from(warm_daemons)) as service:
         for name, value in service.variables.items():
             monkeypatch.setenv(name, value)
         yield service
@@ -253,7 +263,7 @@ def test_two_regions_train_in_functions_of_tencent_over_a_killed_invocation(
     (tmp_path / "scf").mkdir()
     key = tmp_path / "key"
     key.write_text("[default]\naws_access_key_id = AKIAOFTHEWORKERS\naws_secret_access_key = of-the-workers\n")
-    with Service(tmp_path / "scf", {IMAGE: ""}, warm_functions.fork) as functions, s3_server() as store:
+    with Service(tmp_path / "scf", {IMAGE: ""}, forked_from(warm_daemons)) as functions, s3_server() as store:
         for name, value in functions.variables.items():
             monkeypatch.setenv(name, value)
         gateway = {"kind": "scf", "image": IMAGE, "tencentRegion": REGION, "endpoint": functions.url}

@@ -37,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Debian with a clone in /srv/clone and a wheel of it, since nothing can be downloaded in the machine."""
     need_systemd()
     root = tmp_path_factory.mktemp("systemd") / "root"
-    if not debian_root(tmp_path_factory, root):
+    if not debian_root(root):
         pytest.skip("Debian's Python is not that of this environment, whose packages are installed in the machine")
     wanted = "apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap libseccomp2"
     subprocess.run(["chroot", str(root), "sh", "-c", wanted], check=True, capture_output=True)

@@ -8,10 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
 __all__ = ["TRUSTED", "debian_root"]
@@ -24,26 +24,30 @@ _LEFT_OUT = {"include", "test", "tests"}
 _UNSAFE = {"DPKG_FORCE": "unsafe-io"}
 """Each unpacked file is on the disk before the next one without it, which a system that lasts for a run has no need
 of. Published images of Debian have the same setting."""
+_KEPT_SECONDS = 7 * 86400.0
+"""Age at which the system is made again, with what Debian has changed meanwhile."""
 TRUSTED = Path("/etc/ssl/certs/ca-certificates.crt")
 """The authorities that this machine trusts, which a mirror of packages may need."""
 
 
-def debian_root(folders: pytest.TempPathFactory, target: Path) -> bool:
+def debian_root(target: Path) -> bool:
     """Make a folder with Debian, its Python, systemd, and the packages of this environment that geofed needs. False:
     without these packages, which are of another version of Python.
 
-    The system itself is made once in a run of pytest, whatever the number of its processes, and copied.
+    The system itself is kept for some days in the user's cache, and copied.
     """
-    base = folders.getbasetemp()
-    shared = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "debian"
-    shared.mkdir(exist_ok=True)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    shared = cache / "geofed" / f"debian-{_codename()}-{_PACKAGES.replace(',', '-')}"
+    shared.mkdir(parents=True, exist_ok=True)
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (shared / "done").exists():
+        done = shared / "done"
+        if not done.exists() or time.time() - done.stat().st_mtime > _KEPT_SECONDS:
+            done.unlink(missing_ok=True)
             shutil.rmtree(shared / "root", ignore_errors=True)
             _bootstrap(shared / "root")
-            (shared / "done").touch()
-    subprocess.run(["cp", "-a", "--reflink=auto", str(shared / "root"), str(target)], check=True)
+            done.touch()
+        subprocess.run(["cp", "-a", "--reflink=auto", str(shared / "root"), str(target)], check=True)
     has = subprocess.run(["chroot", str(target), "python3", "-V"], capture_output=True, text=True).stdout
     same = has.split()[1].rpartition(".")[0] == f"{sys.version_info.major}.{sys.version_info.minor}"
     if same:
@@ -53,12 +57,14 @@ def debian_root(folders: pytest.TempPathFactory, target: Path) -> bool:
     return same
 
 
+def _codename() -> str:
+    lines = Path("/etc/os-release").read_text().splitlines()
+    return next((line.partition("=")[2] for line in lines if "CODENAME" in line), "stable")
+
+
 def _bootstrap(root: Path) -> None:
     """By mmdebstrap where that is installed: debootstrap takes twice as much processor time."""
-    codename = next(
-        (line.partition("=")[2] for line in Path("/etc/os-release").read_text().splitlines() if "CODENAME" in line), ""
-    )
-    argv = ["--variant=minbase", f"--include={_PACKAGES}", codename or "stable", str(root), _MIRROR]
+    argv = ["--variant=minbase", f"--include={_PACKAGES}", _codename(), str(root), _MIRROR]
     if shutil.which("mmdebstrap") is not None:
         argv = ["mmdebstrap", "--dpkgopt=force-unsafe-io", *argv]
     else:

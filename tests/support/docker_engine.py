@@ -104,7 +104,7 @@ def product_image(engine: Engine, target: str, base: str) -> None:
 def debian_image(engine: Engine, name: str, folders: pytest.TempPathFactory) -> None:
     """Make an image with Debian, its Python, and the packages of this environment that geofed needs."""
     root = folders.mktemp("image") / "root"
-    debian_root(folders, root)
+    debian_root(root)
     # The package that builds the wheel is there, too; the variable's value is pip's way to say so.
     change = f"ENV PIP_CERT={TRUSTED} PIP_NO_BUILD_ISOLATION=0"
     with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as packing:

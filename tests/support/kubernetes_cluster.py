@@ -87,7 +87,7 @@ class Cluster:
         self, folder: Path, images: Mapping[str, list[str]], *, namespace: str = "workers", start: Start = execute
     ) -> None:
         """``images``: commands of images, by name; ``namespace``: the one that there is; ``start``: starts commands."""
-        self.folder, self.images, self.namespace, self._start = folder, dict(images), namespace, start
+        self.folder, self.images, self.namespace, self.start = folder, dict(images), namespace, start
         self.token = secrets.token_hex(16)
         self.rules = agent_role()
         self.nodes = [Node("node-1")]
@@ -464,7 +464,7 @@ class Cluster:
             value = base64.b64decode(found["data"][one["valueFrom"]["secretKeyRef"]["key"]]).decode()
             path = next((at for at in mounts if value == at or value.startswith(f"{at}/")), None)
             env[one["name"]] = value if path is None else mounts[path] + value[len(path) :]
-        running = self._start(command, env, folder)
+        running = self.start(command, env, folder)
         limit = amount(container["resources"].get("limits", {}).get("memory", "1Ti"))
         self._processes[name] = _Process(running, folder, limit)
         pod["status"] |= {

@@ -115,7 +115,7 @@ class Service:
 
     def __init__(self, folder: Path, images: Mapping[str, str], start: Start = execute) -> None:
         """``images``: arguments of the function's program for each image, by its URI. ``start``: starts it."""
-        self.folder, self.images, self._start = folder, dict(images), start
+        self.folder, self.images, self.start = folder, dict(images), start
         self.key = f"AKIA{secrets.token_hex(6).upper()}"
         self.functions: dict[str, _Function] = {}
         self.environments: list[Environment] = []
@@ -428,7 +428,7 @@ class Service:
             variables["PYTHONPATH"] = paths[0]
         command = [sys.executable, *program[1:], *configuration["ImageConfig"]["Command"]]
         command += [one for one in given if not one.startswith("path=")]
-        process = self._start(command, variables, folder)
+        process = self.start(command, variables, folder)
         made = Environment(name, process, folder, configuration.get("MemorySize", 128), api)
         api.environment = made  # type: ignore[attr-defined]
         threading.Thread(target=api.serve_forever, args=(0.05,), daemon=True).start()

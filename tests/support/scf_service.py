@@ -83,7 +83,7 @@ class Service:
     def __init__(self, folder: Path, images: Mapping[str, str], start: Start = execute) -> None:
         """``images``: further arguments of each image's command, and ``path=`` for its modules, by its address.
         ``start``: starts the command."""
-        self.folder, self.images, self._start = folder, dict(images), start
+        self.folder, self.images, self.start = folder, dict(images), start
         self.key = f"AKID{secrets.token_hex(6)}"
         self.functions: dict[str, _Function] = {}
         self.running: list[Running] = []
@@ -311,7 +311,7 @@ class Service:
         }  # fmt: skip
         assert image["Command"] == "python"
         command = [sys.executable, *image["Args"].split(), *(one for one in given if not one.startswith("path="))]
-        process = self._start(command, variables, folder)
+        process = self.start(command, variables, folder)
         deadline = time.monotonic() + function.given.get("Timeout", 3)
         self.running.append(Running(name, process, folder, function.given.get("MemorySize", 128), deadline))
 

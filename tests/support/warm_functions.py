@@ -1,9 +1,10 @@
-"""Functions of a platform's double that are forked from the parent of daemons, which has loaded torch: an image is a
-process of its own there, which takes seconds to load what workers need."""
+"""Functions of a platform's double that are forked from a process that has loaded what they need: an image is two
+processes there, which take a second of processor time to load it, and seconds where torch is part of it."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -15,27 +16,37 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import setproctitle
-from support.running import warm_daemons
+from support.processes import Start
+from support.warm_servers import WarmServers
 
 from geofed_pb import linux
 from region_agent.gateway import handler_process
 
-__all__ = ["fork", "main"]
+__all__ = ["forked_from", "main"]
 
 _POLL_SECONDS = 0.005
 _MOST_BYTES = 1 << 17
 """Of what a handler's process is told to be."""
 
 
-def fork(command: list[str], env: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    """As `support.processes.execute`, for a command that runs a module."""
-    module, *arguments = command[command.index("-m") + 1 :]
-    process = warm_daemons().run(__name__, [module, str(folder), *arguments], folder / "log", env)
+def forked_from(parent: Callable[[], WarmServers]) -> Start:
+    """What starts a function as `support.processes.execute` does, for a command that runs a module."""
+    return functools.partial(_fork, parent)
+
+
+def _fork(
+    parent: Callable[[], WarmServers], command: list[str], env: Mapping[str, str], folder: Path
+) -> subprocess.Popen[bytes]:
+    at = command.index("-m")
+    module, *arguments = command[at + 1 :]
+    set_before = dict(word.split("=", 1) for word in command[:at] if "=" in word)
+    argv = [module, str(folder), *arguments]
+    process = parent().run(__name__, argv, folder / "log", {**env, **set_before})
     # A platform ends the process group.
     with contextlib.suppress(ProcessLookupError):
         while process.poll() is None and os.getpgid(process.pid) != process.pid:
@@ -49,6 +60,7 @@ def main() -> int:
     os.setsid()
     module, folder, *arguments = sys.argv
     os.chdir(folder)
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     _write_at_once()
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     supervisor = os.getpid()

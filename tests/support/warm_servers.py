@@ -45,6 +45,7 @@ class WarmServers:
         ``waits_for_disk``: what is written durably is on the disk. A killed process loses nothing without it."""
         self._modules = modules or ("sync.ps.__main__",)
         self._options = [_ZYGOTES] * zygotes + [_WAITS] * waits_for_disk
+        self._turn = threading.Lock()
 
     def __enter__(self) -> WarmServers:
         path = os.pathsep.join(path for path in sys.path if path)
@@ -88,9 +89,10 @@ class WarmServers:
             "network": network and str(network),
             "environment": None if environment is None else dict(environment),
         }  # fmt: skip
-        stdin.write(json.dumps(request) + "\n")
-        stdin.flush()
-        pid, serial = stdout.readline().split()
+        with self._turn:
+            stdin.write(json.dumps(request) + "\n")
+            stdin.flush()
+            pid, serial = stdout.readline().split()
         return ServerProcess(int(pid), Path(self._folder.name) / serial)
 
 

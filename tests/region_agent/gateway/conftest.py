@@ -40,7 +40,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from support.docker_engine import docker_engine, worker_image
 from support.gateway_client import WholeClient
-from support.processes import are_wanted, running_as
+from support.processes import Start, are_wanted, running_as
+from support.warm_functions import forked_from
 from support.warm_servers import ServerProcess, WarmServers
 
 from region_agent.gateway import BasicAuth, FunctionSpec, RetryPolicy, timeout_env
@@ -63,6 +64,7 @@ _CLOUDS = (
     "tencentcloud.scf.v20180416.scf_client",
 )  # fmt: skip
 """Clients of clouds, which gateways of these load."""
+_FUNCTIONS = tuple(f"region_agent.gateway.serverless.{cloud}" for cloud in ("aws", "tencent"))
 _numbers = itertools.count(1)
 
 
@@ -239,18 +241,24 @@ def gateways() -> Iterator[WarmServers]:
         yield parent
 
 
+@pytest.fixture(scope="session")
+def start_function() -> Iterator[Start]:
+    """What starts functions of clouds' doubles: forked from a process that has loaded what they need."""
+    with WarmServers("support.warm_functions", "region_agent.gateway.container", *_FUNCTIONS) as parent:
+        yield forked_from(lambda: parent)
+
+
 @pytest.fixture
-def launch(tmp_path: Path, gateways: WarmServers) -> Iterator[Callable[..., Embedded]]:
+def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Embedded]]:
     """Start embedded gateways of one's own; they end with the test. ``forked``: from a process that has loaded what
-    they need, also for a cloud, which takes most of their start."""
+    they need, also for a cloud, which takes most of their start; else they are executed."""
     started: list[Embedded] = []
 
-    def start(
-        *arguments: str, variables: dict[str, str] | None = None, forked: bool = False, **config: Any
-    ) -> Embedded:
+    def start(*arguments: str, variables: dict[str, str] | None = None, forked: bool = True, **config: Any) -> Embedded:
         directory = tmp_path / f"gateway-{len(started)}"
         directory.mkdir()
-        embedded = Embedded(directory, config, arguments, variables or {}, gateways if forked else None)
+        parent = request.getfixturevalue("gateways") if forked else None
+        embedded = Embedded(directory, config, arguments, variables or {}, parent)
         started.append(embedded)
         embedded.start()
         return embedded
@@ -301,7 +309,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def embedded_sessions(
-    tmp_path_factory: pytest.TempPathFactory, authority: tuple[Path, Path]
+    tmp_path_factory: pytest.TempPathFactory, authority: tuple[Path, Path], gateways: WarmServers
 ) -> Iterator[dict[str, tuple[Embedded, BasicAuth, Path]]]:
     """An embedded gateway of each profile, with TLS and authentication, for all contract tests."""
     certificate, key = authority
@@ -319,6 +327,7 @@ def embedded_sessions(
                 "tls_key": str(key),
                 "profile": profile,
             },
+            parent=gateways,
         )
         embedded.start()
         started[profile] = embedded, BasicAuth("admin", "correct horse"), certificate
@@ -352,51 +361,59 @@ def docker_session(
 
 
 @pytest.fixture(scope="session")
-def kubernetes_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
+def kubernetes_session(
+    tmp_path_factory: pytest.TempPathFactory, start_function: Start, gateways: WarmServers
+) -> Iterator[Embedded]:
     """An embedded gateway whose replicas are Jobs of a cluster in this process."""
     pytest.importorskip("lightkube")
     from support.kubernetes_cluster import Cluster, worker_command
 
     command = worker_command("--handler", "gateway_probe:handle", path=str(HANDLERS))
-    with Cluster(tmp_path_factory.mktemp("cluster"), {"probe": command}) as cluster:
+    with Cluster(tmp_path_factory.mktemp("cluster"), {"probe": command}, start=start_function) as cluster:
         settings = {"kind": "kubernetes", "image": "probe", "kubeconfig": str(cluster.kubeconfig())}
         config = {"kubernetes": settings, "owner": "contract", "drain_timeout": "1s"}
-        embedded = Embedded(tmp_path_factory.mktemp("gateway-kubernetes"), config)
+        embedded = Embedded(tmp_path_factory.mktemp("gateway-kubernetes"), config, parent=gateways)
         embedded.start()
         yield embedded
         embedded.stop()
 
 
 @pytest.fixture(scope="session")
-def lambda_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
+def lambda_session(
+    tmp_path_factory: pytest.TempPathFactory, start_function: Start, gateways: WarmServers
+) -> Iterator[Embedded]:
     """An embedded gateway whose replicas are invocations of a service's functions in this process."""
     pytest.importorskip("boto3")
     from support.lambda_service import IMAGE, ROLE, Service, function_command
 
     command = function_command("--handler", "gateway_probe:handle", path=str(HANDLERS))
-    with Service(tmp_path_factory.mktemp("lambda"), {"probe": command, IMAGE: command}) as service:
+    with Service(tmp_path_factory.mktemp("lambda"), {"probe": command, IMAGE: command}, start_function) as service:
         service.pending_seconds = service.unknown_seconds = 0.0
         settings = {"kind": "lambda", "image": IMAGE, "role": ROLE}
         config = {"serverless": settings, "owner": "contract", "drain_timeout": "1s"}
-        embedded = Embedded(tmp_path_factory.mktemp("gateway-lambda"), config, variables=service.variables)
+        folder = tmp_path_factory.mktemp("gateway-lambda")
+        embedded = Embedded(folder, config, variables=service.variables, parent=gateways)
         embedded.start()
         yield embedded
         embedded.stop()
 
 
 @pytest.fixture(scope="session")
-def scf_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
+def scf_session(
+    tmp_path_factory: pytest.TempPathFactory, start_function: Start, gateways: WarmServers
+) -> Iterator[Embedded]:
     """The same for Tencent Cloud SCF."""
     pytest.importorskip("tencentcloud.scf")
     from support.lambda_service import function_command
     from support.scf_service import IMAGE, REGION, Service
 
     command = function_command("--handler", "gateway_probe:handle", path=str(HANDLERS))
-    with Service(tmp_path_factory.mktemp("scf"), {"probe": command, IMAGE: command}) as service:
+    with Service(tmp_path_factory.mktemp("scf"), {"probe": command, IMAGE: command}, start_function) as service:
         service.pending_seconds = service.unknown_seconds = 0.0
         settings = {"kind": "scf", "image": IMAGE, "tencentRegion": REGION, "endpoint": service.url}
         config = {"serverless": settings, "owner": "contract", "drain_timeout": "1s"}
-        embedded = Embedded(tmp_path_factory.mktemp("gateway-scf"), config, variables=service.variables)
+        folder = tmp_path_factory.mktemp("gateway-scf")
+        embedded = Embedded(folder, config, variables=service.variables, parent=gateways)
         embedded.start()
         yield embedded
         embedded.stop()

@@ -29,6 +29,7 @@ from ruamel.yaml import YAML
 from support.kubernetes_cluster import Cluster, Node, agent_role, manifests, worker_command
 from support.kubernetes_rules import Invalid, below_restricted, checked
 from support.pki import Authority
+from support.processes import Start, execute
 
 from region_agent.gateway.embedded.cluster.api import RIGHTS
 from region_agent.gateway.embedded.cluster.manifests import ObjectOwner, job_of, secret_of
@@ -44,9 +45,9 @@ SPOT = {"nodeSelector": {"pool": "spot"}, "tolerations": [{"key": "spot", "value
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Any:
+def cluster(tmp_path: Path, start_function: Start) -> Any:
     (tmp_path / "cluster").mkdir()
-    with Cluster(tmp_path / "cluster", IMAGES) as cluster:
+    with Cluster(tmp_path / "cluster", IMAGES, start=start_function) as cluster:
         yield cluster
 
 
@@ -55,7 +56,7 @@ def opened(cluster: Cluster, launch: Callable[..., Embedded]) -> Callable[..., A
     @asynccontextmanager
     async def opened(**settings: Any) -> AsyncIterator[Target]:
         section = SETTINGS | {"kubeconfig": str(cluster.kubeconfig())} | settings
-        embedded = launch(kubernetes=section, owner="mark", drain_timeout="1s", forked=True)
+        embedded = launch(kubernetes=section, owner="mark", drain_timeout="1s")
         async with open_target(embedded) as target:
             yield target
         embedded.stop()
@@ -84,6 +85,8 @@ async def test_a_replica_is_a_job_that_may_do_nothing_but_work(cluster: Cluster,
     ]  # fmt: skip
     placement = {"nodeSelector": {"gpu": "h100"}, "tolerations": [GPU]}
     given = {"gpus": 2, "cpu": "4", "placement": placement, "serviceAccount": "workers", "imagePullSecrets": ["pull"]}
+    # As in a cluster: the container's command is executed.
+    cluster.start = execute
     async with opened(**given) as target:
         await target.client.create_secret("token", b"very secret")
         labels = {"geofed.region": "east", "geofed.job": "digits-1"}

@@ -36,6 +36,7 @@ pytest.importorskip("boto3")
 
 from botocore import xform_name
 from support.lambda_service import IMAGE, ROLE, Refusal, Service, _Function, function_command
+from support.processes import Start, execute
 
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.dialled import DialledConnections
@@ -102,11 +103,10 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
+def service(tmp_path: Path, start_function: Start) -> Iterator[Service]:
     (tmp_path / "lambda").mkdir()
-    with Service(
-        tmp_path / "lambda", {IMAGE: function_command("--handler", "gateway_probe:handle", path=str(HANDLERS))}
-    ) as made:
+    images = {IMAGE: function_command("--handler", "gateway_probe:handle", path=str(HANDLERS))}
+    with Service(tmp_path / "lambda", images, start_function) as made:
         yield made
 
 
@@ -115,9 +115,7 @@ def opened(service: Service, launch: Callable[..., Embedded]) -> Callable[..., A
     @asynccontextmanager
     async def opened(**settings: Any) -> AsyncIterator[Target]:
         section = SETTINGS | settings
-        embedded = launch(
-            serverless=section, owner="mark", drain_timeout="1s", variables=service.variables, forked=True
-        )
+        embedded = launch(serverless=section, owner="mark", drain_timeout="1s", variables=service.variables)
         async with open_target(embedded) as target:
             target.image = IMAGE
             yield target
@@ -158,6 +156,8 @@ async def test_a_replica_is_an_invocation_with_no_right_of_the_agent(service: Se
         "subnets": ["subnet-0a1"], "securityGroups": ["sg-0b2"], "reservedConcurrency": 4, "scratchMb": 1024,
         "architecture": "arm64",
     }  # fmt: skip
+    # As at the platform: with an environment that the kernel keeps.
+    service.start = execute
     async with opened(**given) as target:
         await target.client.create_secret("token", b"very secret")
         labels = {"geofed.region": "east", "geofed.job": "digits-1"}

@@ -22,6 +22,7 @@ from region_agent.gateway import FunctionSpec
 pytest.importorskip("tencentcloud.scf")
 
 from support.lambda_service import Refusal, function_command
+from support.processes import Start, execute
 from support.scf_service import IMAGE, REGION, Service
 
 from region_agent.gateway.embedded.serverless.api import Hosted, NoFunction
@@ -34,10 +35,10 @@ _numbers = itertools.count(1)
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
+def service(tmp_path: Path, start_function: Start) -> Iterator[Service]:
     (tmp_path / "scf").mkdir()
     images = {IMAGE: function_command("--handler", "gateway_probe:handle", path=str(HANDLERS))}
-    with Service(tmp_path / "scf", images) as made:
+    with Service(tmp_path / "scf", images, start_function) as made:
         yield made
 
 
@@ -46,9 +47,7 @@ def opened(service: Service, launch: Callable[..., Embedded]) -> Callable[..., A
     @asynccontextmanager
     async def opened(**settings: Any) -> AsyncIterator[Target]:
         section = section_of(service) | settings
-        embedded = launch(
-            serverless=section, owner="mark", drain_timeout="1s", variables=service.variables, forked=True
-        )
+        embedded = launch(serverless=section, owner="mark", drain_timeout="1s", variables=service.variables)
         async with open_target(embedded) as target:
             target.image = IMAGE
             yield target
@@ -76,6 +75,8 @@ def told(service: Service, action: str) -> list[dict[str, Any]]:
 
 
 async def test_a_replica_is_an_event_of_a_job_image(service: Service, opened: Any) -> None:
+    # As at the platform: with an environment that the kernel keeps.
+    service.start = execute
     given = {"vpc": "vpc-1a", "subnet": "subnet-2b", "reservedConcurrency": 4, "role": "geofed-worker"}
     async with opened(**given) as target:
         await target.client.create_secret("token", b"very secret")

@@ -18,7 +18,7 @@ SOON = timedelta(seconds=20)
 
 @pytest.mark.parametrize("isolation", [pytest.param("require", marks=needs_sandboxes), "none"])
 async def test_replica_starts_within_200_ms(launch, isolation: str) -> None:
-    embedded = launch(preload=["numpy", "torch"], isolation=isolation)
+    embedded = launch(preload=["numpy", "torch"], isolation=isolation, forked=False)
     async with open_target(embedded) as target:
         probe = await target.deploy()
         starts = []

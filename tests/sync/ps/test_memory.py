@@ -16,8 +16,8 @@ MODEL_BYTES = 4 * LARGE.size
 FIXED_BYTES = 48e6
 """Blocks of files, buffers of sockets and encoded updates, at most. A fourth model would be more."""
 REGIONS = ("east", "south", "west")
-ROUNDS = 12
-ALONE_ROUNDS = 7
+ROUNDS = 8
+ALONE_ROUNDS = 5
 """With a quorum a region waits for all others in the last quarter of its steps."""
 
 
