@@ -190,6 +190,7 @@ class AllToAll:
     def handle(self, event: Event) -> list[Request]:
         if not isinstance(event, Arrived):
             return []
+        assert isinstance(event.value, memoryview)
         frame = framing.decode(event.value)
         values = self._codec.decode(frame.tensors, self._size)
         self._fold.add(self._missing.pop(event.key), values, weight_of(frame))

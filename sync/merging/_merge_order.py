@@ -16,7 +16,7 @@ import numpy.typing as npt
 from geofed_pb.errors import GeofedError
 from sync.layout import Vector
 from sync.mapped_files import windows
-from sync.merging._parted import PartedVector
+from sync.merging._parted import PartedVector, RangedVector
 
 __all__ = ["OrderedSum"]
 
@@ -26,7 +26,7 @@ _AT_ONCE = 4
 """Vectors that are added together: the sums, in float64, are then read and written once for all of them. They take the
 memory of two vectors; vectors that are mapped from files take none."""
 
-Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64] | PartedVector
+Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64] | PartedVector | RangedVector
 
 
 class OrderedSum:
@@ -38,6 +38,8 @@ class OrderedSum:
 
     into: PartedVector | None = None
     """Where `mean` writes its result, shape (size,): memory of its own, or that of one of the vectors."""
+    at_once: float = _AT_ONCE
+    """Vectors that are added together; infinite: all, so that no sums are kept in between."""
 
     def __init__(self, size: int, contributors: Sequence[int], *, weighted: bool = True) -> None:
         """``weighted``: if not, weights are only summed, and vectors are added unscaled."""
@@ -78,11 +80,11 @@ class OrderedSum:
         self._weights.append(weight)
         if self._weighted and weight == 0:
             return
-        if len(self._last) == _AT_ONCE:
+        if len(self._last) >= self.at_once:
             self._sums, self._last = self._added(np.empty(self._size) if self._sums is None else self._sums, 1.0), []
         self._last.append((vector, weight))
 
-    def _added(self, out: Numbers, divisor: float) -> Any:
+    def _added(self, out: npt.NDArray[np.floating] | PartedVector, divisor: float) -> Any:
         """Write the sum of all vectors that had their turn, divided, to an array of shape (size,), which may be that of
         the sums."""
         block, term = np.empty(min(_BLOCK, self._size)), np.empty(min(_BLOCK, self._size))
@@ -104,8 +106,11 @@ class OrderedSum:
         return out
 
     def _blocks(self) -> Iterator[slice]:
-        mapped = [vector for vector, _ in self._last if isinstance(vector, np.ndarray)]
+        mapped = [vector for vector, _ in self._last if not isinstance(vector, PartedVector)]
         for window in windows(self._size, *mapped):
+            for vector in mapped:
+                if isinstance(vector, RangedVector):
+                    vector.load(window)
             for start in range(window.start, window.stop, _BLOCK):
                 yield slice(start, min(start + _BLOCK, window.stop))
 

@@ -20,7 +20,7 @@ from region_agent.worker.training.loss_scale import LossScale
 from region_agent.worker.training.proximal import ProximalTerm
 from region_agent.worker.training.update import OptimizerStep
 from sync import framing
-from sync.channel import Channel, channel_kind
+from sync.channel import Channel, RangedValue, channel_kind
 from sync.channel_clients import fence_key
 from sync.collective import (
     DEFAULT,
@@ -275,8 +275,16 @@ class FencedChannel:
 
     def wait(self, keys: Collection[str], timeout_seconds: float) -> Iterator[tuple[str, memoryview]]:
         """Yield keys with their values as they arrive. Raises ``GeofedError("FENCED")`` once the attempt is over."""
+        found: Any = self.wait_ranged(keys, timeout_seconds, len(keys) + 1)  # all are whole
+        return iter(found)
+
+    def wait_ranged(
+        self, keys: Collection[str], timeout_seconds: float, whole: int
+    ) -> Iterator[tuple[str, memoryview | RangedValue]]:
+        """As `wait`, with at most ``whole`` values that take memory; the others are read in ranges."""
         left = set(keys)
-        for key, value in self._channel.wait((*keys, self._fence) if left else (), timeout_seconds):
+        watched = (*keys, self._fence) if left else ()
+        for key, value in self._channel.wait_ranged(watched, timeout_seconds, whole):
             if key == self._fence:
                 raise GeofedError("FENCED", "a newer attempt has taken over")
             left.discard(key)

@@ -269,7 +269,7 @@ def test_the_copy_of_the_model_is_freed_before_the_correction_comes(tmp_path: Pa
         ("file", 2, ("server-reduce", "all-reduce", "scatter-reduce", "isp")),
         ("redis", 2, ("server-reduce", "all-reduce", "pipelined-scatter-reduce")),
         ("file", 4, ("all-reduce",)),
-        ("redis", 4, ("scatter-reduce",)),
+        ("redis", 4, ("scatter-reduce", "all-reduce")),
     ],
 )
 def test_merges_of_a_regions_workers(kind: str, workers: int, patterns: tuple[str, ...]) -> None:
