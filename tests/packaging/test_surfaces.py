@@ -315,7 +315,7 @@ SURFACES = {
         "owners",
         "probe",
     },
-    "sync.merging.lists": {"AsPublished", "Chosen", "ListCodec", "Lists", "ListsAndState", "Places"},
+    "sync.merging.lists": {"AsPublished", "Chosen", "ListCodec", "Lists", "ListsAndState", "Pieces", "Places"},
     "sync.device": {"device", "device_peak_bytes", "finish", "reset_device_peak"},
     "sync.coordinates": {"PLAIN", "Coding", "array_dtype", "coding_of", "decode", "encode"},
     "sync.flat": {"Apart", "FlatModel", "layout_of"},
