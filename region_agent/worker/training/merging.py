@@ -67,6 +67,8 @@ class Merging(Protocol):
     """Text for users."""
     server_counts_steps: bool
     """Whether the parameter server takes part in every step."""
+    between_steps: bool
+    """Whether the model is that of a whole step; False after a step whose merge has failed, but which was made."""
     weights: tuple[float, ...]
     """In what proportion the workers divide the samples of a step; empty: equally."""
 
@@ -94,6 +96,7 @@ class SingleWorker:
 
     name = "a worker alone"
     server_counts_steps = False
+    between_steps = True
     weights: tuple[float, ...] = ()
 
     def __init__(self, update: OptimizerStep) -> None:
@@ -214,6 +217,7 @@ class ChannelCollective(SingleWorker):
         """Make this worker's step, share the change, and add the changes of the other workers."""
         assert self._before is not None
         before = self._flat.vector(self._before)
+        self.between_steps = False
         self._update()
         views = self._flat.views()
         after = PartedVector([self._flat.vector()] if views is None else views)
@@ -227,6 +231,7 @@ class ChannelCollective(SingleWorker):
             np.subtract(after[part], before[part], out=before[part])
         for merged in self._collective.merge(step, before, samples, after.parts):
             self._flat.add(merged.vector)
+        self.between_steps = True
 
     def settle(self, step: int) -> None:
         """Apply the merges that are still pending, and load the common model if the collective returns one."""
