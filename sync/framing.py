@@ -17,6 +17,7 @@ import math
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,18 @@ import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["Array", "Buffer", "Frame", "decode", "digest_of", "encode", "encode_blocks"]
+__all__ = [
+    "Array",
+    "Buffer",
+    "Frame",
+    "TensorPlace",
+    "TensorTable",
+    "decode",
+    "decode_head",
+    "digest_of",
+    "encode",
+    "encode_blocks",
+]
 
 Array = npt.NDArray[np.generic]
 Buffer = bytes | bytearray | memoryview
@@ -55,6 +67,27 @@ class Frame:
     """Read-only views of the buffer, by name."""
     facts: dict[str, float]
     """Numbers about the frame, by name."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Type and place of a tensor in a frame."""
+
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    start: int
+    """Offset of its first byte."""
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    """What the begin of a frame says."""
+
+    entries: dict[str, TensorPlace]
+    """The tensors, by name."""
+    facts: dict[str, float]
+    total: int
+    """Bytes of the whole frame."""
 
 
 def encode(
@@ -129,16 +162,39 @@ def decode(buffer: Buffer, *, max_elements: int = 1 << 34) -> Frame:
     ``max_elements`` limits the size of each tensor.
     """
     view = memoryview(buffer).cast("B")
+    head = decode_head(view, max_elements=max_elements)
+    with _refusing():
+        if head.total != view.nbytes:
+            raise ValueError("wrong length")
+        return Frame({name: _read(view, entry) for name, entry in head.entries.items()}, head.facts)
+
+
+def decode_head(buffer: Buffer, *, max_elements: int = 1 << 34) -> TensorTable:
+    """Decode the begin of a frame, of which ``buffer`` has the prefix and the table at least. Raises
+    ``GeofedError("FRAME_INVALID")`` if it is invalid."""
+    with _refusing():
+        return _decode_head(memoryview(buffer).cast("B"), max_elements)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise FRAME_INVALID for what is no frame."""
     try:
-        return _decode(view, max_elements)
+        yield
     except (struct.error, IndexError, ValueError, OverflowError) as error:
         raise GeofedError("FRAME_INVALID", f"not a tensor frame: {error}") from None
 
 
-def _decode(view: memoryview, max_elements: int) -> Frame:
+def _read(view: memoryview, entry: TensorPlace) -> Array:
+    array = np.frombuffer(view, dtype=entry.dtype, count=math.prod(entry.shape), offset=entry.start)
+    array.flags.writeable = False
+    return array.reshape(entry.shape)
+
+
+def _decode_head(view: memoryview, max_elements: int) -> TensorTable:
     magic, entries, facts, header_bytes, total = _PREFIX.unpack_from(view)
     (crc,) = _CHECK.unpack_from(view, _PREFIX.size)
-    if magic != _MAGIC or total != view.nbytes or header_bytes > view.nbytes - _TABLE:
+    if magic != _MAGIC or header_bytes > min(view.nbytes, total) - _TABLE:
         raise ValueError("wrong prefix or length")
     table = view[_TABLE : _TABLE + header_bytes]
     if zlib.crc32(table, zlib.crc32(view[: _PREFIX.size])) != crc:
@@ -148,21 +204,21 @@ def _decode(view: memoryview, max_elements: int) -> Frame:
         name, at = _read_name(table, at)
         (values[name],) = struct.unpack_from("<d", table, at)
         at += 8
-    tensors: dict[str, Array] = {}
+    found: dict[str, TensorPlace] = {}
     end = _TABLE + header_bytes
     for _ in range(entries):
-        name, array, at, end = _read_entry(view, table, at, end, max_elements)
-        if name in tensors:
+        name, entry, at, end = _read_entry(table, at, end, total, max_elements)
+        if name in found:
             raise ValueError(f"tensor {name!r} is contained twice")
-        tensors[name] = array
+        found[name] = entry
     if at != header_bytes:
         raise ValueError("the header is longer than its entries")
-    return Frame(tensors, values)
+    return TensorTable(found, values, total)
 
 
 def _read_entry(
-    view: memoryview, table: memoryview, at: int, end: int, max_elements: int
-) -> tuple[str, Array, int, int]:
+    table: memoryview, at: int, end: int, total: int, max_elements: int
+) -> tuple[str, TensorPlace, int, int]:
     name, at = _read_name(table, at)
     code, dimensions = table[at], table[at + 1]
     if code >= len(_DTYPES) or dimensions > _MAX_DIMENSIONS:
@@ -170,11 +226,9 @@ def _read_entry(
     *shape, offset = struct.unpack_from(f"<{dimensions + 1}Q", table, at + 2)
     count = math.prod(shape)
     nbytes = count * _DTYPES[code].itemsize
-    if count > max_elements or offset != _aligned(end) or offset + nbytes > view.nbytes:
+    if count > max_elements or offset != _aligned(end) or offset + nbytes > total:
         raise ValueError(f"tensor {name!r} is not within the frame")
-    array = np.frombuffer(view, dtype=_DTYPES[code], count=count, offset=offset).reshape(shape)
-    array.flags.writeable = False
-    return name, array, at + 2 + 8 * (dimensions + 1), offset + nbytes
+    return name, TensorPlace(_DTYPES[code], tuple(shape), offset), at + 2 + 8 * (dimensions + 1), offset + nbytes
 
 
 def digest_of(pieces: Iterable[Buffer]) -> str:

@@ -31,8 +31,8 @@ _REDIS_PORT = 6379
 _CHECK_JOB = "doctor"
 """Used in place of a job's name by `RegionChannel.check`; no job has it, since jobs end with a hyphen and digits."""
 _WORKER_COMMANDS = (
-    "get", "getex", "mget", "set", "exists", "unlink", "pexpire", "xadd", "xread", "multi", "exec", "discard", "ping",
-    "info|memory",
+    "get", "getex", "getrange", "mget", "set", "exists", "unlink", "pexpire", "xadd", "xread", "multi", "exec",
+    "discard", "ping", "info|memory",
 )  # fmt: skip
 """All that the Redis user of a job's workers may do, only under the job's keys. Commands that see or change more than
 named keys (SCAN, KEYS, FLUSHALL, SWAPDB, CLIENT, CONFIG, scripts, ...) are not among them."""

@@ -485,6 +485,9 @@ class WorkerLoop:
         """
         if not self._attached:
             return self._call.resume_key
+        if not self._trainer.between_steps:
+            # The own part of the step was made: made again, it would count twice.
+            return ""
         key = self._trainer.resume_key_of(self._step, fenced)
         if not (fenced and self._trainer.in_stages and self._channel.has(key)):
             self._channel.put(key, self._frame(for_others=fenced))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from geofed_pb.errors import GeofedError
 from sync.channel import file, redis, s3
-from sync.channel._contract import Buffer, Channel, ChannelKind, ChannelLimits
+from sync.channel._contract import Buffer, Channel, ChannelKind, ChannelLimits, RangedValue
 from sync.channel._usage import Usage
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Channel",
     "ChannelKind",
     "ChannelLimits",
+    "RangedValue",
     "Usage",
     "channel_kind",
     "channel_kinds",

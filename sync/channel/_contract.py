@@ -8,7 +8,7 @@ from typing import Protocol
 
 from sync.channel._usage import Usage
 
-__all__ = ["Buffer", "Channel", "ChannelKind", "ChannelLimits"]
+__all__ = ["Buffer", "Channel", "ChannelKind", "ChannelLimits", "RangedValue"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -21,6 +21,16 @@ class ChannelLimits:
     """Size of the largest value."""
     total_bytes: int | None
     """Size of all values together; None: the store has no limit, or does not report it."""
+
+
+class RangedValue(Protocol):
+    """A value that is read in ranges when it is needed. If it is replaced meanwhile, ranges may be of either value."""
+
+    def pieces(self, start: int, stop: int, size: int) -> Iterator[memoryview]:
+        """Yield the bytes from ``start`` to ``stop`` in pieces of ``size``, of which the last one may be smaller.
+
+        Raises ``GeofedError("FENCED")`` if the value no longer exists, or is shorter.
+        """
 
 
 class Channel(Protocol):
@@ -73,6 +83,12 @@ class Channel(Protocol):
         The timeout counts from the call; values that exist when it ends are still yielded. Raises ``CHANNEL_TIMEOUT``,
         which names the missing keys.
         """
+
+    def wait_ranged(
+        self, keys: Collection[str], timeout_seconds: float, whole: int
+    ) -> Iterator[tuple[str, memoryview | RangedValue]]:
+        """As `wait`, but at most ``whole`` of the values take memory. The others, if they are large, are returned as
+        `RangedValue`. A channel that pays for each request returns all as a whole."""
 
     def has(self, key: str) -> bool:
         """Return whether the value exists now."""

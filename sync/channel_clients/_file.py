@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
-from sync.channel import Buffer, ChannelLimits, Usage
+from sync.channel import Buffer, ChannelLimits, RangedValue, Usage
 from sync.channel_clients._arrivals import Arrivals
 from sync.channel_clients._buffer_pool import MIN_BYTES, SPARE_FOLDER, BufferPool, locked
 from sync.channel_clients._inotify import WatchPool
@@ -126,6 +126,11 @@ class FileChannel:
     def wait(self, keys: Collection[str], timeout_seconds: float) -> Iterator[tuple[str, memoryview]]:
         paths = {self._path(key): key for key in keys}
         return self._wait(paths, time.monotonic() + timeout_seconds, timeout_seconds)
+
+    def wait_ranged(
+        self, keys: Collection[str], timeout_seconds: float, whole: int
+    ) -> Iterator[tuple[str, memoryview | RangedValue]]:
+        return self.wait(keys, timeout_seconds)
 
     def _wait(self, left: dict[Path, str], deadline: float, seconds: float) -> Iterator[tuple[str, memoryview]]:
         yield from self._arrived(left, set(left))

@@ -11,8 +11,10 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from typing import Any
 
-from sync.channel import Buffer, ChannelLimits, Usage
+from geofed_pb.errors import GeofedError
+from sync.channel import Buffer, ChannelLimits, RangedValue, Usage
 from sync.channel_clients._address import parsed, whole
 from sync.channel_clients._keys import checked_key, late
 from sync.channel_clients._meter import Meter
@@ -126,10 +128,18 @@ class RedisChannel:
         return memoryview(b"".join(there)) if parts[0] is not None else None
 
     def wait(self, keys: Collection[str], timeout_seconds: float) -> Iterator[tuple[str, memoryview]]:
-        names = {self._name(key): key for key in keys}
-        return self._wait(names, time.monotonic() + timeout_seconds, timeout_seconds)
+        found: Any = self.wait_ranged(keys, timeout_seconds, len(keys))  # all are whole
+        return iter(found)
 
-    def _wait(self, left: dict[str, str], deadline: float, seconds: float) -> Iterator[tuple[str, memoryview]]:
+    def wait_ranged(
+        self, keys: Collection[str], timeout_seconds: float, whole: int
+    ) -> Iterator[tuple[str, memoryview | RangedValue]]:
+        names = {self._name(key): key for key in keys}
+        return self._wait(names, time.monotonic() + timeout_seconds, timeout_seconds, whole)
+
+    def _wait(
+        self, left: dict[str, str], deadline: float, seconds: float, whole: int
+    ) -> Iterator[tuple[str, memoryview | RangedValue]]:
         retries = self._server.retries()
         seen: dict[str, bytes] = {}
         while left:
@@ -144,6 +154,9 @@ class RedisChannel:
             for name, content in small.items():
                 yield left.pop(name), memoryview(content)
             large = [name for name in signs if name not in small]
+            for name in large[whole:]:
+                yield left.pop(name), _Ranged(self._server, self._meter, name, self._part_names(name), self._part_bytes)
+            del large[whole:]
             try:
                 with closing(self._server.ask_pipelined([("GET", name) for name in large])) as replies:
                     for name in large:
@@ -151,6 +164,7 @@ class RedisChannel:
                         if value is None:
                             seen[name] = signs[name][0]
                         else:
+                            whole -= 1
                             yield left.pop(name), value
                         del value  # so that it can be freed while the next one is awaited
                 retries.reset()
@@ -213,3 +227,41 @@ class RedisChannel:
 
     def _part_names(self, name: str) -> list[str]:
         return [name, *(f"{name}:{number}" for number in range(1, self._parts))]
+
+
+class _Ranged(RangedValue):
+    """A value that is read in ranges; while one is used, the next one is on its way."""
+
+    def __init__(self, server: Server, meter: Meter, name: str, parts: Sequence[str], part_bytes: int) -> None:
+        self._server, self._meter, self._name, self._parts, self._part_bytes = server, meter, name, parts, part_bytes
+
+    def pieces(self, start: int, stop: int, size: int) -> Iterator[memoryview]:
+        retries = self._server.retries()
+        while start < stop:
+            ranges = [(at, min(at + size, stop)) for at in range(start, stop, size)]
+            try:
+                with closing(self._server.ask_pipelined([one for each in ranges for one in self._asked(*each)])) as got:
+                    for begin, end in ranges:
+                        found = [next(got) for _ in self._asked(begin, end)]
+                        self._meter.count(gets=len(found), bytes_out=sum(len(one) for one in found))
+                        if sum(len(one) for one in found) < end - begin:
+                            raise GeofedError("FENCED", f"{self._name} is no longer in Redis, or is another value")
+                        yield memoryview(found[0] if len(found) == 1 else b"".join(found))
+                        del found
+                        start = end
+                        retries.reset()
+            except ConnectionLost as lost:
+                retries.pause(lost)
+
+    def _asked(self, start: int, stop: int) -> list[Command]:
+        """Return the requests for a range, one for each string that it lies in."""
+        borders = range(start - start % self._part_bytes, stop, self._part_bytes)
+        return [
+            (
+                "GETRANGE",
+                self._parts[at // self._part_bytes],
+                max(start - at, 0),
+                min(stop - at, self._part_bytes) - 1,
+            )
+            for at in borders
+        ]

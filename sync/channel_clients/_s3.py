@@ -19,7 +19,7 @@ from typing import Any
 import botocore.exceptions
 
 from geofed_pb.errors import GeofedError
-from sync.channel import Buffer, ChannelLimits, Usage
+from sync.channel import Buffer, ChannelLimits, RangedValue, Usage
 from sync.channel_clients._address import parsed, whole
 from sync.channel_clients._keys import checked_key, late
 from sync.channel_clients._meter import Meter
@@ -184,6 +184,11 @@ class S3Channel:
     def wait(self, keys: Collection[str], timeout_seconds: float) -> Iterator[tuple[str, memoryview]]:
         wanted = list(dict.fromkeys(checked_key(key) for key in keys))
         return self._wait(wanted, time.monotonic() + timeout_seconds, timeout_seconds)
+
+    def wait_ranged(
+        self, keys: Collection[str], timeout_seconds: float, whole: int
+    ) -> Iterator[tuple[str, memoryview | RangedValue]]:
+        return self.wait(keys, timeout_seconds)
 
     def _wait(self, keys: list[str], deadline: float, seconds: float) -> Iterator[tuple[str, memoryview]]:
         """Request each key separately, so that a long download delays no other key; the last time at the deadline."""

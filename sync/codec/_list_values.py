@@ -14,7 +14,6 @@ import numpy.typing as npt
 from sync.codec._arrays import require
 from sync.codec.bf16 import BFloat16
 from sync.layout import Vector
-from sync.mapped_files import windows
 
 __all__ = ["VALUE_FORMATS", "Bytes", "Float8", "Int4", "ValueFormat"]
 
@@ -30,7 +29,7 @@ class ValueFormat(Protocol):
     def pack(self, values: Vector) -> Bytes: ...
 
     def unpack(self, packed: Bytes, count: int) -> Vector:
-        """Decode bytes, whose number is ``nbytes(count)``."""
+        """Decode bytes, whose number is ``nbytes(count)``; the values may be in their memory, and not aligned."""
 
     def nbytes(self, count: int) -> int:
         """Return the number of bytes of so many values."""
@@ -43,10 +42,7 @@ class _Float32:
         return values.astype("<f4", copy=False).view(np.uint8)
 
     def unpack(self, packed: Bytes, count: int) -> Vector:
-        out, given = np.empty(count, np.float32), np.ascontiguousarray(packed).view("<f4")
-        for window in windows(count, packed):
-            out[window] = given[window]
-        return out
+        return np.asarray(np.ascontiguousarray(packed).view("<f4"), np.float32)
 
     def nbytes(self, count: int) -> int:
         return 4 * count
@@ -60,7 +56,7 @@ class _BFloat16:
         return np.asarray(self._codec.encode(values)["bf16"]).astype("<u2").view(np.uint8)
 
     def unpack(self, packed: Bytes, count: int) -> Vector:
-        halves = np.frombuffer(packed.tobytes(), "<u2").astype(np.uint16)
+        halves = np.asarray(np.ascontiguousarray(packed).view("<u2"), np.uint16)
         return self._codec.decode({"bf16": halves}, count)
 
     def nbytes(self, count: int) -> int:

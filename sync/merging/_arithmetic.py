@@ -60,6 +60,8 @@ class MeanOf:
         self._known = known = size if trained is None else trained
         self._as_lists = is_list_format(codec)
         self._codecs = [_codec(codec, known - chunk.start, chunk.stop - chunk.start) for chunk in bounds]
+        self.verbatim = all(one.verbatim for one in self._codecs)
+        """Whether parts are float32 as they are."""
         self.given = {number: ErrorFeedback(codec) for number, codec in enumerate(self._codecs)}
         """Residuals of this worker's parts, by chunk."""
         self.published = {number: ErrorFeedback(codec) for number, codec in enumerate(self._codecs)}

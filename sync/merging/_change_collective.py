@@ -21,10 +21,10 @@ from sync.channel import Channel
 from sync.codec import Codec, Float32, Tensors
 from sync.collective import Merged, Model, Settings, Settled, State
 from sync.layout import Vector
-from sync.merging._arithmetic import Values
+from sync.merging._arithmetic import Arrays, Values
 from sync.merging._driver import Patience
 from sync.merging._exchange import Arrived, Delete, Event, Fetch, Put, Request
-from sync.merging._isp_filter import SignificanceFilter, blocks, significant
+from sync.merging._isp_filter import SignificanceFilter, blocks, send_chosen, significant
 from sync.merging._mean_collective import driver_of
 from sync.merging._members import Member
 from sync.merging._merge_order import Numbers, OrderedSum
@@ -54,13 +54,13 @@ class _Ranges:
         self.withheld = np.zeros(0 if plan.own is None else plan.bounds[plan.own].stop - plan.bounds[plan.own].start)
         """Sums of changes in the own range that were received and not published."""
 
-    def part(self, chunk: int, values: PartedVector) -> Tensors:
+    def part(self, chunk: int, values: PartedVector) -> Arrays:
         return self._send(chunk, values)[0]
 
     def own(self, chunk: int, values: PartedVector) -> Numbers:
         return self._send(chunk, values)[1]
 
-    def _send(self, chunk: int, values: PartedVector) -> tuple[Tensors, Vector]:
+    def _send(self, chunk: int, values: PartedVector) -> tuple[Arrays, Vector]:
         """Return the entries of a change that are sent to the owner, encoded, and as the owner reads them."""
         part, sent = self._plan.bounds[chunk], np.empty(values.size, np.float32)
         (change,) = values.parts
@@ -77,21 +77,25 @@ class _Ranges:
     def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> OrderedSum:
         return OrderedSum(size, contributors, weighted=False)
 
-    def merged(self, chunk: int, fold: OrderedSum) -> tuple[Tensors, Vector, float]:
-        sums, weight = fold.sum()
-        self.withheld += sums
-        whole = self.withheld.astype(np.float32)
-        chosen = significant(whole, self.model[self._plan.bounds[chunk]], self._significance, self.step)
-        if self._significance == 0:
-            # What the encoding rounds away would always be significant, so it waits until a worker sends a change of
-            # the coordinate.
-            chosen &= sums != 0
-        (places,) = np.nonzero(chosen)
-        tensors, read = self._codec.encode_entries(whole.size, places, whole[places])
-        self.withheld[places] -= read
-        values = np.zeros(whole.size, np.float32)
-        values[places] = read
-        return tensors, values, weight
+    def merged(self, chunk: int, fold: OrderedSum) -> tuple[Arrays, Values, float]:
+        start, size = self._plan.bounds[chunk].start, self.withheld.size
+        chosen, values, count = np.empty(size, np.bool_), np.empty(size, np.float32), 0
+        for block, sums in fold.block_sums():
+            withheld, model = self.withheld[block], self.model[start + block.start : start + block.stop]
+            withheld += sums
+            whole = withheld.astype(np.float32)
+            chosen[block] = significant(whole, model, self._significance, self.step)
+            if self._significance == 0:
+                # What the encoding rounds away would always be significant, so it waits until a worker sends a change
+                # of the coordinate.
+                chosen[block] &= sums != 0
+            some = whole[chosen[block]]
+            values[count : count + some.size] = some
+            count += some.size
+        assert fold.into is not None
+        (published,) = fold.into.parts
+        tensors = send_chosen(self.withheld, chosen, values, count, self._codec, published)
+        return tensors, fold.into, fold.weight
 
     def read_merged(self, chunk: int, tensors: Tensors, size: int) -> Vector:
         return self._codec.decode(tensors, size)
@@ -111,8 +115,8 @@ class _Ranges:
         applied then."""
         lacking = None
         if self._plan.own is not None:
-            lacking = self.withheld - self.unpublished[self._plan.bounds[self._plan.own]]
-        self.withheld[:] = 0.0
+            lacking, self.withheld = self.withheld, np.zeros(self.withheld.size)
+            lacking -= self.unpublished[self._plan.bounds[self._plan.own]]
         self.unpublished[:] = 0.0
         return lacking
 
@@ -130,7 +134,7 @@ class _Models:
         self._plan, self._held, self._trained, self._extra = plan, held, trained, extra
         self._lists, self._dense = Lists("fp32"), Float32()
 
-    def part(self, chunk: int, values: PartedVector) -> Tensors:
+    def part(self, chunk: int, values: PartedVector) -> Arrays:
         part, head = self._plan.bounds[chunk], self._head(chunk)
         tensors = self._held.flush(slice(part.start, part.start + head), self._lists)
         return {**tensors, "state": values[head : values.size]}
@@ -138,22 +142,28 @@ class _Models:
     def own(self, chunk: int, values: PartedVector) -> Numbers:
         part, head = self._plan.bounds[chunk], self._head(chunk)
         self._held.drop(slice(part.start, part.start + head))
-        return values[:] if self._extra is None else values[:] + self._extra
+        if self._extra is None:
+            return values
+        self._extra += values[:]
+        return self._extra
 
     def read_part(self, chunk: int, tensors: Tensors, size: int) -> Numbers:
         head = self._head(chunk)
         state = self._dense.decode({"delta": tensors["state"]} if "state" in tensors else {}, size - head)
         rest = {name: array for name, array in tensors.items() if name != "state"}
-        return np.concatenate([self._lists.decode(rest, head), state])
+        values = self._lists.decode(rest, head)
+        return np.concatenate([values, state]) if state.size else values
 
     def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> OrderedSum:
         return OrderedSum(size, contributors, weighted=False)
 
-    def merged(self, chunk: int, fold: OrderedSum) -> tuple[Tensors, Vector, float]:
-        sums, weight = fold.sum()
-        sums[self._head(chunk) :] /= len(self._plan.member.present)
-        values = sums.astype(np.float32)
-        return self._dense.encode(values), values, weight
+    def merged(self, chunk: int, fold: OrderedSum) -> tuple[Arrays, Values, float]:
+        head, values = self._head(chunk), fold.into
+        assert values is not None
+        for block, sums in fold.block_sums():
+            sums[max(0, head - block.start) :] /= len(self._plan.member.present)
+            values[block] = sums
+        return {"delta": values.parts}, values, fold.weight
 
     def read_merged(self, chunk: int, tensors: Tensors, size: int) -> Vector:
         return self._dense.decode(tensors, size)
@@ -167,8 +177,9 @@ class _Models:
 class AllToAll:
     """One worker's part in an exchange in which each worker reads every other's list."""
 
-    def __init__(self, plan: ReductionPlan, call: Call, codec: Codec, tensors: Tensors, out: Vector) -> None:
-        """``tensors``: the encoded list. ``out``: where the sum of the others' lists is written, shape (n,)."""
+    def __init__(self, plan: ReductionPlan, call: Call, codec: Codec, tensors: Arrays, out: Vector) -> None:
+        """``tensors``: the encoded list. ``out``: where the sum of the others' lists is written, shape (n,), once the
+        list is stored, which may be in the same memory."""
         member = plan.member
         where = call.where(call.step)
         # A list is short, so only the latency of a put counts.
@@ -180,7 +191,7 @@ class AllToAll:
         self._expired = tuple(plan.part_key(call.where(step), 0, member.worker) for step in call.expired)
         self._fold = OrderedSum(plan.size, others, weighted=False)
         self._step, self._weight, self._codec, self._size = call.step, call.weight, codec, plan.size
-        self._out = out
+        self._out, self._stored = out, False
 
     def start(self) -> list[Request]:
         # Not kept: once it is stored, the list needs no memory here.
@@ -189,7 +200,9 @@ class AllToAll:
 
     def handle(self, event: Event) -> list[Request]:
         if not isinstance(event, Arrived):
+            self._stored = True
             return []
+        assert isinstance(event.value, memoryview)
         frame = framing.decode(event.value)
         values = self._codec.decode(frame.tensors, self._size)
         self._fold.add(self._missing.pop(event.key), values, weight_of(frame))
@@ -198,7 +211,7 @@ class AllToAll:
 
     @property
     def done(self) -> bool:
-        return self._fold.complete
+        return self._fold.complete and self._stored
 
     @property
     def awaited(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from geofed_pb.errors import GeofedError
-from sync.channel import Channel
+from sync.channel import Channel, RangedValue
 from sync.merging._exchange import Arrived, Event, ExchangePart, Fetch, Pieces, Put, Request, ValuesStored
 
 __all__ = ["Driver", "Events", "InPlace", "Patience", "RequestFailed", "SequentialRequests", "Threads"]
@@ -147,16 +147,17 @@ class Threads:
         inbox.put(ValuesStored(tuple(values)))
 
     def _download(self, request: Fetch, inbox: Events, over: threading.Event, deadline: float) -> None:
-        left = dict.fromkeys(request.keys)
+        left, whole = dict.fromkeys(request.keys), request.whole
         try:
             if request.asked_after_seconds is not None:
-                for key, value in self._asked(request, request.asked_after_seconds, over, deadline):
-                    inbox.put(Arrived(key, value))
+                for arrived in self._asked(request, request.asked_after_seconds, over, deadline):
+                    inbox.put(Arrived(*arrived))
                 return
             while left and not over.is_set() and not self._closed.is_set() and time.monotonic() < deadline:
                 until = min(deadline, time.monotonic() + _CHECK_SECONDS)
-                for key, value in _arrivals(self._channel, tuple(left), until):
+                for key, value in _arrivals(self._channel, tuple(left), until, whole):
                     del left[key]
+                    whole = whole if whole is None or not isinstance(value, memoryview) else max(0, whole - 1)
                     inbox.put(Arrived(key, value))
                     del value  # so that it can be freed while the next one is awaited
         except Exception as error:  # noqa: BLE001 - outermost frame of the thread
@@ -252,9 +253,12 @@ class InPlace(Threads):
                 self._beside.submit(self._delete, request.keys)
 
 
-def _arrivals(channel: Channel, keys: Sequence[str], until: float) -> Iterator[tuple[str, memoryview]]:
+def _arrivals(
+    channel: Channel, keys: Sequence[str], until: float, whole: int | None = None
+) -> Iterator[tuple[str, memoryview | RangedValue]]:
+    seconds = max(0.0, until - time.monotonic())
     try:
-        yield from channel.wait(keys, max(0.0, until - time.monotonic()))
+        yield from channel.wait(keys, seconds) if whole is None else channel.wait_ranged(keys, seconds, whole)
     except GeofedError as error:
         if error.code != "CHANNEL_TIMEOUT":
             raise

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from sync.channel import RangedValue
 from sync.merging._parted import PartedVector
 
 __all__ = ["Arrived", "Delete", "Event", "ExchangePart", "Fetch", "Given", "Pieces", "Put", "Request", "ValuesStored"]
@@ -36,6 +37,8 @@ class Fetch:
     asked_at_once: bool = True
     """Whether to request the first one immediately as well, because this worker may be late. If not, it cannot be so
     late."""
+    whole: int | None = None
+    """If the channel reads ranges, at most so many are received as a whole; None: all."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,10 @@ class ValuesStored:
 
 @dataclass(frozen=True)
 class Arrived:
-    """A value has been received."""
+    """A value has been received, or can be read in ranges."""
 
     key: str
-    value: memoryview
+    value: memoryview | RangedValue
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from sync.codec import Tensors
 from sync.layout import Vector
 from sync.merging._parted import PartedVector
-from sync.merging.lists import Chosen, ListCodec
+from sync.merging.lists import Chosen, ListCodec, Pieces
 
-__all__ = ["SignificanceFilter", "blocks", "significant"]
+__all__ = ["SignificanceFilter", "blocks", "send_chosen", "significant"]
 
 _MIN_WEIGHT = 1e-6
 """A weight counts as at least this large: by the published rule every change of a zero weight would be infinitely
@@ -47,8 +46,8 @@ class SignificanceFilter:
         step: int,
         codec: ListCodec,
         out: Vector | None = None,
-    ) -> Tensors:
-        """Add the change of a part, which is overwritten; return the encoded entries to send. Shapes (part,).
+    ) -> Pieces:
+        """Add the change of a part; return the encoded entries to send, which are in its memory. Shapes (part,).
 
         ``out``: where the values that receivers read are written.
         """
@@ -62,30 +61,36 @@ class SignificanceFilter:
             # What is sent takes the place of changes that are held by now.
             change[count : count + values.size] = values
             count += values.size
-        return _sent(held, chosen, change[:count], codec, out)
+        return send_chosen(held, chosen, change, count, codec, out)
 
-    def flush(self, part: slice, codec: ListCodec, out: Vector | None = None) -> Tensors:
+    def flush(self, part: slice, codec: ListCodec, out: Vector | None = None) -> Pieces:
         """Return all held back changes of a part to send, except for what the codec rounds away. ``out``: as in
         `send`."""
         held = self.held[part]
-        whole = held.astype(np.float32)
-        chosen = np.asarray(whole != 0)
-        return _sent(held, chosen, whole[chosen], codec, out)
+        chosen, values, count = np.empty(held.size, np.bool_), np.empty(held.size, np.float32), 0
+        for block in blocks(held.size):
+            whole = held[block].astype(np.float32)
+            chosen[block] = whole != 0
+            some = whole[chosen[block]]
+            values[count : count + some.size] = some
+            count += some.size
+        return send_chosen(held, chosen, values, count, codec, out)
 
     def drop(self, part: slice) -> None:
         """Discard the held back changes of a part that the other workers have received differently."""
         self.held[part] = 0.0
 
 
-def _sent(
-    held: npt.NDArray[np.float64], chosen: Chosen, values: Vector, codec: ListCodec, out: Vector | None
-) -> Tensors:
-    """Encode the chosen entries, and hold back what the encoding rounds away."""
-    tensors, read = codec.encode_chosen(chosen, values)
+def send_chosen(
+    held: npt.NDArray[np.float64], chosen: Chosen, room: Vector, count: int, codec: ListCodec, out: Vector | None
+) -> Pieces:
+    """Encode the chosen entries, with which ``room`` begins, and hold back what the encoding rounds away. The encoded
+    ones may be in its memory. ``out``: as in `send`; shapes (part,)."""
+    tensors, read = codec.encode_chosen(chosen, room[:count], room)
     at = 0
     for block in blocks(held.size):
         (here,) = np.nonzero(chosen[block])
-        received = read[at : at + here.size]
+        received = read[block][here] if read.size == held.size else read[at : at + here.size]
         held[block][here] -= received
         if out is not None:
             out[block] = 0.0

@@ -258,7 +258,8 @@ class MeanCollective:
             # more is kept for a worker that repeats its last step after an interrupted invocation.
             expired = [self._published.popleft() for _ in range(len(self._published) - 2 - self._settings.staleness)]
         call = Call("g", step, weight, tuple(wanted), tuple(expired))
-        return ReduceExchange(self.plan, call, self._arithmetic, vector, whole=whole, joint=self._arithmetic.joint)
+        own = self._arithmetic
+        return ReduceExchange(self.plan, call, own, vector, whole=whole, joint=own.joint, verbatim=own.verbatim)
 
 
 def _await_all(events: Events, chunks: int) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from geofed_pb.errors import GeofedError
 from sync.layout import Vector
 from sync.mapped_files import windows
-from sync.merging._parted import PartedVector
+from sync.merging._parted import PartedVector, RangedVector
 
 __all__ = ["OrderedSum"]
 
@@ -26,7 +26,7 @@ _AT_ONCE = 4
 """Vectors that are added together: the sums, in float64, are then read and written once for all of them. They take the
 memory of two vectors; vectors that are mapped from files take none."""
 
-Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64] | PartedVector
+Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64] | PartedVector | RangedVector
 
 
 class OrderedSum:
@@ -38,6 +38,8 @@ class OrderedSum:
 
     into: PartedVector | None = None
     """Where `mean` writes its result, shape (size,): memory of its own, or that of one of the vectors."""
+    at_once: float = _AT_ONCE
+    """Vectors that are added together; infinite: all, so that no sums are kept in between."""
 
     def __init__(self, size: int, contributors: Sequence[int], *, weighted: bool = True) -> None:
         """``weighted``: if not, weights are only summed, and vectors are added unscaled."""
@@ -78,13 +80,21 @@ class OrderedSum:
         self._weights.append(weight)
         if self._weighted and weight == 0:
             return
-        if len(self._last) == _AT_ONCE:
+        if len(self._last) >= self.at_once:
             self._sums, self._last = self._added(np.empty(self._size) if self._sums is None else self._sums, 1.0), []
         self._last.append((vector, weight))
 
-    def _added(self, out: Numbers, divisor: float) -> Any:
+    def _added(self, out: npt.NDArray[np.floating] | PartedVector, divisor: float) -> Any:
         """Write the sum of all vectors that had their turn, divided, to an array of shape (size,), which may be that of
         the sums."""
+        for part, sums in self._block_sums():
+            if divisor != 1.0:
+                sums /= divisor
+            out[part] = sums
+        return out
+
+    def _block_sums(self) -> Iterator[tuple[slice, npt.NDArray[np.float64]]]:
+        """Yield ranges with the sums of all vectors that had their turn, each valid until the next one."""
         block, term = np.empty(min(_BLOCK, self._size)), np.empty(min(_BLOCK, self._size))
         for part in self._blocks():
             sums, product = block[: part.stop - part.start], term[: part.stop - part.start]
@@ -98,14 +108,14 @@ class OrderedSum:
                     sums += product
                 else:
                     sums += vector[part]
-            if divisor != 1.0:
-                sums /= divisor
-            out[part] = sums
-        return out
+            yield part, sums
 
     def _blocks(self) -> Iterator[slice]:
-        mapped = [vector for vector, _ in self._last if isinstance(vector, np.ndarray)]
+        mapped = [vector for vector, _ in self._last if not isinstance(vector, PartedVector)]
         for window in windows(self._size, *mapped):
+            for vector in mapped:
+                if isinstance(vector, RangedVector):
+                    vector.load(window)
             for start in range(window.start, window.stop, _BLOCK):
                 yield slice(start, min(start + _BLOCK, window.stop))
 
@@ -114,7 +124,19 @@ class OrderedSum:
         self._require_complete()
         if self._sums is None or self._last:
             self._sums, self._last = self._added(np.empty(self._size) if self._sums is None else self._sums, 1.0), []
-        return self._sums, float(sum(self._weights))
+        return self._sums, self.weight
+
+    def block_sums(self) -> Iterator[tuple[slice, npt.NDArray[np.float64]]]:
+        """Yield ranges with the sum of the vectors, as `sum` returns it; the array may be written to. It can be called
+        once: the vectors are dropped."""
+        self._require_complete()
+        yield from self._block_sums()
+        self._last = []
+
+    @property
+    def weight(self) -> float:
+        """Sum of the weights."""
+        return float(sum(self._weights))
 
     def rounded_sum(self, out: Vector) -> float:
         """Write the sum of the vectors, rounded to float32, to ``out``, shape (size,), and return that of the
@@ -122,13 +144,13 @@ class OrderedSum:
         self._require_complete()
         self._added(out, 1.0)
         self._last = []
-        return float(sum(self._weights))
+        return self.weight
 
     def mean(self) -> tuple[Vector | PartedVector, float]:
         """Return the weighted mean, rounded once, and the sum of weights; zeros if that is 0. It can be called once:
         the vectors are dropped."""
         self._require_complete()
-        total = float(sum(self._weights))
+        total = self.weight
         out = np.empty(self._size, np.float32) if self.into is None else self.into
         mean: Vector | PartedVector = self._added(out, total if total > 0 else 1.0)
         self._last = []

@@ -1,4 +1,5 @@
-"""A vector that lies in consecutive parts of memory, such as the gradients of a model's parameters."""
+"""Vectors that are no array: in consecutive parts of memory, such as the gradients of a model's parameters; or in a
+channel, from which they are read in ranges."""
 
 from __future__ import annotations
 
@@ -8,10 +9,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from geofed_pb.errors import GeofedError
+from sync import framing
+from sync.channel import RangedValue
 from sync.layout import Vector
 from sync.mapped_files import windows
 
-__all__ = ["PartedVector"]
+__all__ = ["PartedVector", "RangedVector"]
+
+_HEAD_BYTES = 256
+"""Bytes of a value that are read for the head of its frame: a head with one tensor and its weight takes less than 100.
+"""
 
 
 class PartedVector:
@@ -50,3 +58,35 @@ class PartedVector:
             for piece in self._pieces(start + window.start, start + window.stop):
                 piece[...] = values[at : at + piece.size]
                 at += piece.size
+
+
+class RangedVector:
+    """A vector of float32, shape (n,), in the frame of a value that a channel gives in ranges. It is read once, from
+    begin to end."""
+
+    def __init__(self, value: RangedValue, name: str, size: int) -> None:
+        """``name``: of the frame's only tensor. Raises ``GeofedError("FRAME_INVALID")`` unless it is such a vector."""
+        (begin,) = value.pieces(0, _HEAD_BYTES, _HEAD_BYTES)
+        head = framing.decode_head(begin)
+        entry = head.entries.get(name)
+        if entry is None or entry.dtype != np.float32 or entry.shape != (size,):
+            raise GeofedError("FRAME_INVALID", f"a part has no vector of {size} elements of float32")
+        self.facts, self.size, self.shape = head.facts, size, (size,)
+        self._value, self._start = value, entry.start
+        self._pieces: Iterator[memoryview] | None = None
+        self._range, self._loaded = 0, np.empty(0, np.float32)
+
+    def load(self, part: slice) -> None:
+        """Read the next range. All have the size of the first one, except for the last."""
+        if self._pieces is None:
+            stop, at_once = self._start + 4 * self.size, 4 * (part.stop - part.start)
+            self._pieces = self._value.pieces(self._start, stop, at_once)
+        self._range, self._loaded = part.start, np.frombuffer(next(self._pieces), np.float32)
+
+    def __getitem__(self, part: slice) -> Vector:
+        """Return a range of the one that is loaded."""
+        return self._loaded[part.start - self._range : part.stop - self._range]
+
+    def release(self) -> None:
+        """Free the memory of the loaded range."""
+        self._loaded = np.empty(0, np.float32)

@@ -14,18 +14,20 @@ workers have finished.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from geofed_pb.errors import GeofedError
 from sync import framing
+from sync.channel import RangedValue
 from sync.collective import Merged
 from sync.layout import Vector
 from sync.merging._arithmetic import Arithmetic, Arrays, Values
 from sync.merging._exchange import Arrived, Delete, Event, Fetch, Given, Put, Request, ValuesStored
 from sync.merging._merge_order import Numbers, OrderedSum
-from sync.merging._parted import PartedVector
+from sync.merging._parted import PartedVector, RangedVector
 from sync.merging._reduction_plan import Call, ReductionPlan
 
 __all__ = ["Pull", "ReduceExchange"]
@@ -74,6 +76,7 @@ class Pull:
     def handle(self, event: Event) -> list[Request]:
         if isinstance(event, Arrived) and event.key in self._missing:
             chunk = self._missing[event.key][1]
+            assert isinstance(event.value, memoryview)
             frame = framing.decode(event.value)
             size = self._bounds[chunk].stop - self._bounds[chunk].start
             self.place(event.key, self._arithmetic.read_merged(chunk, frame.tensors, size), weight_of(frame))
@@ -127,13 +130,15 @@ class ReduceExchange:
         *,
         whole: bool = True,
         joint: Callable[[int, OrderedSum], tuple[Arrays, float]] | None = None,
+        verbatim: bool = False,
     ) -> None:
         """``vector``: None, or a `PartedVector`: merged in place, and the exchange must be of one step; None: `Given`
         has the values of each chunk. ``whole``: all of it is available; otherwise `Given` reports each chunk. ``joint``
-        encodes a group's result of a chunk, and returns the sum of its weights; needed if there are several groups."""
+        encodes a group's result of a chunk, and returns the sum of its weights; needed if there are several groups.
+        ``verbatim``: parts are float32 as they are, so that some may be read in ranges."""
         self._joint_of = joint
         self._plan, self._call, self._arithmetic, self._vector = plan, call, arithmetic, vector
-        self._whole = whole
+        self._whole, self._verbatim = whole, verbatim
         self._awaited = 0 if whole else len(plan.bounds)
         """Number of chunks that the caller has not passed yet."""
         self._where = call.where(call.step)
@@ -212,11 +217,9 @@ class ReduceExchange:
         if isinstance(event, ValuesStored):
             return self._stored(event.keys)
         if isinstance(event, Arrived) and event.key in (self._parts.keys() | self._joint.keys()):
-            frame = framing.decode(event.value)
             assert self._own is not None
-            values = self._arithmetic.read_part(self._own, frame.tensors, self._length(self._own))
             worker = self._parts[event.key] if event.key in self._parts else self._joint[event.key]
-            self._fold.add(worker, values, weight_of(frame))
+            self._fold.add(worker, *self._part_of(event.value, self._own))
             return [*self._fetch_joint(), *self._merge_if_complete()]
         if isinstance(event, Arrived) and self._sources.get(event.key) in self._unstored:
             self._early.append(event)
@@ -291,6 +294,15 @@ class ReduceExchange:
         # Before its own parts are stored nothing can be merged, and requests for it would only cost money.
         return [*requests, *self._fetch_merged()]
 
+    def _part_of(self, value: memoryview | RangedValue, chunk: int) -> tuple[Numbers, float]:
+        """Return the values of a part, and its weight."""
+        size = self._length(chunk)
+        if not isinstance(value, memoryview):
+            part = RangedVector(value, "delta", size)
+            return part, weight_of(part)
+        frame = framing.decode(value)
+        return self._arithmetic.read_part(chunk, frame.tensors, size), weight_of(frame)
+
     def _fetch_parts(self) -> list[Request]:
         if not self._parts or self._collecting:
             return []
@@ -307,7 +319,20 @@ class ReduceExchange:
         elif asked is not None:
             # The other workers have put theirs while this worker did.
             after = 0.0
-        return [Fetch(tuple(self._parts), after, gap)]
+        return [Fetch(tuple(self._parts), after, gap, whole=self._most_whole())]
+
+    def _most_whole(self) -> int | None:
+        """Return how many parts are received as a whole, None: all. Together they take no more memory than a vector.
+
+        On a link that is as fast in both directions, no more arrive while the other workers upload theirs. The rest is
+        read in ranges once all are there, and added together: sums in float64 would take more memory than they.
+        """
+        assert self._own is not None
+        most = self._plan.size // max(1, self._length(self._own))
+        if not self._verbatim or len(self._parts) <= most:
+            return None
+        self._fold.at_once = math.inf
+        return most
 
     def _fetch_joint(self) -> list[Request]:
         """Request the other groups' results, which exist at about the time when this worker has its own group's
@@ -344,7 +369,7 @@ def _framed(tensors: Arrays, weight: float) -> Sequence[memoryview]:
     return framing.encode(tensors, {"weight": weight})
 
 
-def weight_of(frame: framing.Frame) -> float:
+def weight_of(frame: framing.Frame | RangedVector) -> float:
     if "weight" not in frame.facts:
         raise GeofedError("FRAME_INVALID", "a part has no weight")
     return frame.facts["weight"]

@@ -247,7 +247,9 @@ class _Isp:
         member = Member(worker, curve.workers, 1)
         sharing = ChangeCollective(self._settings, member, MemoryChannel(), "c", flat.vector.size)
         if self._settings.faithful:
-            sharing._codec = sharing._ranges._codec = self._counting
+            sharing._codec = self._counting
+            if sharing._ranges is not None:
+                sharing._ranges._codec = self._counting
         for step, batch in self._batches(worker):
             before = flat.vector.copy()
             flat.gradient.zero_()
@@ -255,11 +257,13 @@ class _Isp:
             optimizer.step()
             yield self._compute
             change = flat.vector - before
+            before, held = change.copy(), sharing._held.held.copy()
             part = sharing.part(step, change, 1.0, flat.vector)
             merged = yield part
             for each in sharing.merged(merged):
                 flat.vector += each.vector
-            self._told(step, sharing._ranges.sent)
+            # What is neither sent nor held back is nothing.
+            self._told(step, held + before - sharing._held.held)
             if step % self._every == 0:
                 self._ended(step, flat.vector)
 

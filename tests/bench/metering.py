@@ -53,7 +53,7 @@ KINDS = ("puts", "gets", "misses", "looks", "deletes", "lists", "waits", "failur
 _OF_REDIS = {
     "puts": ("set",),
     # A miss and a hit are the same command.
-    "gets": ("get", "getex", "mget"),
+    "gets": ("get", "getex", "getrange", "mget"),
     "looks": ("exists", "info"),
     "deletes": ("unlink",),
     # `KEYS` is what the faithful workers list with.

@@ -140,8 +140,9 @@ HARM = [
     "MODULE LIST", "INFO", "INFO clients", "INFO all", "DBSIZE", "RANDOMKEY", "SELECT 1", "MIGRATE h 1 k 0 1",
     "PUBLISH c m", "SUBSCRIBE c", "RENAME {own} {other}", "COPY {own} {other}", "SLOWLOG GET", "LATENCY LATEST",
     "MEMORY STATS", "OBJECT ENCODING {own}", "DUMP {own}", "RESTORE {own}2 0 x", "SORT {own} BY * GET *", "WAIT 1 0",
-    "GET {other}", "MGET {own} {other}", "SET {other} x", "UNLINK {other}", "EXISTS {other}", "XREAD STREAMS {other} 0",
-    "XADD {other} * a b", "GETEX {other}", "PEXPIRE {other} 1", "DEL {own}", "APPEND {own} x", "FAILOVER", "PSYNC ? 0",
+    "GET {other}", "GETRANGE {other} 0 1", "MGET {own} {other}", "SET {other} x", "UNLINK {other}",
+    "EXISTS {other}", "XREAD STREAMS {other} 0", "XADD {other} * a b",
+    "GETEX {other}", "PEXPIRE {other} 1", "DEL {own}", "APPEND {own} x", "FAILOVER", "PSYNC ? 0",
 ]  # fmt: skip
 
 

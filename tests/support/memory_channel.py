@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from geofed_pb.errors import GeofedError
-from sync.channel import Buffer, ChannelLimits, Usage
+from sync.channel import Buffer, ChannelLimits, RangedValue, Usage
 
 __all__ = ["MemoryChannel"]
 
@@ -78,6 +78,13 @@ class MemoryChannel:
                     left.remove(key)
                     yield key, value
 
+    def wait_ranged(
+        self, keys: Collection[str], timeout_seconds: float, whole: int
+    ) -> Iterator[tuple[str, memoryview | RangedValue]]:
+        for key, value in self.wait(keys, timeout_seconds):
+            yield key, value if whole > 0 else _Ranged(self, key)
+            whole -= 1
+
     def delete(self, key: str) -> None:
         self.delete_many([key])
 
@@ -94,3 +101,13 @@ class MemoryChannel:
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+
+class _Ranged(RangedValue):
+    def __init__(self, channel: MemoryChannel, key: str) -> None:
+        self._channel, self._key = channel, key
+
+    def pieces(self, start: int, stop: int, size: int) -> Iterator[memoryview]:
+        for at in range(start, stop, size):
+            self._channel.before("range", self._key)
+            yield memoryview(self._channel.values[self._key])[at : min(at + size, stop)]

@@ -20,7 +20,7 @@ from region_agent.worker.training.loss_scale import LossScale
 from region_agent.worker.training.proximal import ProximalTerm
 from region_agent.worker.training.update import OptimizerStep
 from sync import framing
-from sync.channel import Channel, channel_kind
+from sync.channel import Channel, RangedValue, channel_kind
 from sync.channel_clients import fence_key
 from sync.collective import (
     DEFAULT,
@@ -67,6 +67,8 @@ class Merging(Protocol):
     """Text for users."""
     server_counts_steps: bool
     """Whether the parameter server takes part in every step."""
+    between_steps: bool
+    """Whether the model is that of a whole step; False after a step whose merge has failed, but which was made."""
     weights: tuple[float, ...]
     """In what proportion the workers divide the samples of a step; empty: equally."""
 
@@ -94,6 +96,7 @@ class SingleWorker:
 
     name = "a worker alone"
     server_counts_steps = False
+    between_steps = True
     weights: tuple[float, ...] = ()
 
     def __init__(self, update: OptimizerStep) -> None:
@@ -214,6 +217,7 @@ class ChannelCollective(SingleWorker):
         """Make this worker's step, share the change, and add the changes of the other workers."""
         assert self._before is not None
         before = self._flat.vector(self._before)
+        self.between_steps = False
         self._update()
         views = self._flat.views()
         after = PartedVector([self._flat.vector()] if views is None else views)
@@ -227,6 +231,7 @@ class ChannelCollective(SingleWorker):
             np.subtract(after[part], before[part], out=before[part])
         for merged in self._collective.merge(step, before, samples, after.parts):
             self._flat.add(merged.vector)
+        self.between_steps = True
 
     def settle(self, step: int) -> None:
         """Apply the merges that are still pending, and load the common model if the collective returns one."""
@@ -275,8 +280,16 @@ class FencedChannel:
 
     def wait(self, keys: Collection[str], timeout_seconds: float) -> Iterator[tuple[str, memoryview]]:
         """Yield keys with their values as they arrive. Raises ``GeofedError("FENCED")`` once the attempt is over."""
+        found: Any = self.wait_ranged(keys, timeout_seconds, len(keys) + 1)  # all are whole
+        return iter(found)
+
+    def wait_ranged(
+        self, keys: Collection[str], timeout_seconds: float, whole: int
+    ) -> Iterator[tuple[str, memoryview | RangedValue]]:
+        """As `wait`, with at most ``whole`` values that take memory; the others are read in ranges."""
         left = set(keys)
-        for key, value in self._channel.wait((*keys, self._fence) if left else (), timeout_seconds):
+        watched = (*keys, self._fence) if left else ()
+        for key, value in self._channel.wait_ranged(watched, timeout_seconds, whole):
             if key == self._fence:
                 raise GeofedError("FENCED", "a newer attempt has taken over")
             left.discard(key)

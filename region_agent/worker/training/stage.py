@@ -257,6 +257,7 @@ class ModelStage:
         return self._evaluated[1], self._evaluated[2]
 
     needs_round_model = False
+    between_steps = True
 
     def begin_round(self, model: Vector) -> None:
         """Do nothing: no policy with a proximal term is used with stages."""

@@ -78,6 +78,11 @@ class Trainer(Protocol):
     """Whether this worker reports its steps to the server."""
     in_stages: bool
     """Whether the model is cut into pipeline stages."""
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether the model is that of a whole step, from which another attempt can continue."""
+
     name: str
     """How the workers merge, as text for users."""
     server_counts_steps: bool
@@ -414,6 +419,11 @@ class WholeModel:
 
     def _metrics(self, batches: Iterable[Any], sizes: list[int]) -> dict[str, float | Histogram]:
         return self._task.metrics(self._module, batches, sizes)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether the model is that of a whole step."""
+        return self._merging.between_steps
 
     @property
     def needs_round_model(self) -> bool:

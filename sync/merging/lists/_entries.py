@@ -7,9 +7,11 @@ small model has only some hundreds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync.codec import Codec, Float32, Tensors
@@ -18,26 +20,27 @@ from sync.codec._list_values import VALUE_FORMATS, Bytes
 from sync.layout import Vector
 from sync.merging.lists._places import Chosen, Places, pack_places, unpack_places
 
-__all__ = ["AsPublished", "Chosen", "ListCodec", "Lists", "ListsAndState", "Places"]
+__all__ = ["AsPublished", "Chosen", "ListCodec", "Lists", "ListsAndState", "Pieces", "Places"]
 
+Pieces = Mapping[str, npt.NDArray[np.generic] | Sequence[npt.NDArray[np.generic]]]
+"""Arrays of a frame, by name; an array may be given in consecutive pieces."""
 _KEY = "l"
 """Name of the array: as short as possible, so that with it and a weight, a frame's header has just 64 bytes."""
 _DENSE, _LIST = 0, 1
 _COUNT = np.dtype("<u4")
-_TURNS = 2
-"""Number of encodings, in each of which entries that became zero in the one before are left out."""
+_BLOCK = 1 << 16
+"""Entries that are moved together, so that they stay in the CPU's cache."""
 
 
 class ListCodec(Codec, Protocol):
     """A codec for vectors with few entries."""
 
-    def encode_entries(self, size: int, places: Places, values: Vector) -> tuple[Tensors, Vector]:
-        """Encode a vector that is zero except at ``places``, which ascend; also return the values as they will be
-        decoded there."""
+    def encode_chosen(self, chosen: Chosen, values: Vector, room: Vector | None = None) -> tuple[Pieces, Vector]:
+        """Encode a vector that is zero except where ``chosen``; also return what it will be decoded to: the values
+        there, or the whole vector. Both may be in the memory of the given values.
 
-    def encode_chosen(self, chosen: Chosen, values: Vector) -> tuple[Tensors, Vector]:
-        """Encode a vector that is zero except where ``chosen``; otherwise as `encode_entries`. The returned values may
-        be the memory of the given ones."""
+        ``room``: memory of the vector's size, which begins with the values, and may be overwritten.
+        """
 
 
 class Lists(ListCodec):
@@ -58,48 +61,42 @@ class Lists(ListCodec):
 
     def encode(self, vector: Vector) -> Tensors:
         chosen = np.asarray(vector != 0)
-        return self.encode_chosen(chosen, vector[chosen])[0]
+        return {_KEY: np.concatenate(self.encode_chosen(chosen, vector[chosen])[0][_KEY])}
 
-    def encode_entries(self, size: int, places: Places, values: Vector) -> tuple[Tensors, Vector]:
-        chosen = np.zeros(size, np.bool_)
-        chosen[places] = True
-        return self.encode_chosen(chosen, values)
-
-    def encode_chosen(self, chosen: Chosen, values: Vector) -> tuple[Tensors, Vector]:
+    def encode_chosen(
+        self, chosen: Chosen, values: Vector, room: Vector | None = None
+    ) -> tuple[dict[str, list[Bytes]], Vector]:
+        packed = self._values.pack(values)
         if not self.lossy:
+            listed, dense = self._listed(chosen, packed, values, room)
+            return {_KEY: listed}, values if dense is None else dense.view(np.float32)
+        read, left = self._values.unpack(packed, values.size), None
+        if not read.all():
+            # Entries that became zero are left out.
+            left = np.asarray(read != 0)
+            values = values[left]
             packed = self._values.pack(values)
-            return {_KEY: self._listed(chosen, packed, values)[0]}, values
-        read, left = np.zeros(values.size, np.float32), np.ones(values.size, np.bool_)
-        for turn in range(_TURNS):
-            packed = self._values.pack(values[left])
-            decoded = self._values.unpack(packed, int(np.count_nonzero(left)))
-            if turn == _TURNS - 1 or decoded.all():
-                break
-            left[left] = decoded != 0
-        read[left] = decoded
-        if not left.all():
+            read[left] = self._values.unpack(packed, values.size)
             some = np.zeros(chosen.size, np.bool_)
             some[chosen] = left
             chosen = some
-        listed, dense = self._listed(chosen, packed, values[left])
+        listed, dense = self._listed(chosen, packed, values)
         if dense is not None:
             # The dense encoding may use other scales.
-            read[left] = self._values.unpack(dense, chosen.size)[chosen]
+            read[slice(None) if left is None else left] = self._values.unpack(dense, chosen.size)[chosen]
         return {_KEY: listed}, read
 
-    def _listed(self, chosen: Chosen, packed: Bytes, values: Vector) -> tuple[Bytes, Bytes | None]:
-        """Return the encoded entries, and, if they are encoded as the dense vector, its values."""
+    def _listed(
+        self, chosen: Chosen, packed: Bytes, values: Vector, room: Vector | None = None
+    ) -> tuple[list[Bytes], Bytes | None]:
+        """Return the encoded entries in pieces, and, if they are encoded as the dense vector, its values."""
         nbytes = self._values.nbytes(chosen.size)
         if packed.size < nbytes:
             parts = [*_head(values.size), pack_places(chosen), packed]
             if sum(part.size for part in parts) <= 1 + nbytes:
-                return np.concatenate(parts), None
-        whole = values
-        if values.size < chosen.size:
-            whole = np.zeros(chosen.size, np.float32)
-            whole[chosen] = values
-        packed = self._values.pack(whole)
-        return np.concatenate([np.array([_DENSE], np.uint8), packed]), packed
+                return parts, None
+        packed = self._values.pack(_spread(chosen, values, np.empty(chosen.size, np.float32) if room is None else room))
+        return [np.array([_DENSE], np.uint8), packed], packed
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         listed = tensors.get(_KEY)
@@ -150,7 +147,7 @@ class AsPublished(ListCodec):
     def encode_entries(self, size: int, places: Places, values: Vector) -> tuple[Tensors, Vector]:
         return {"at": places.astype(np.int64), "values": values.astype(np.float64)}, values
 
-    def encode_chosen(self, chosen: Chosen, values: Vector) -> tuple[Tensors, Vector]:
+    def encode_chosen(self, chosen: Chosen, values: Vector, room: Vector | None = None) -> tuple[Tensors, Vector]:
         return self.encode_entries(chosen.size, np.nonzero(chosen)[0], values)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
@@ -162,3 +159,18 @@ class AsPublished(ListCodec):
 def _head(count: int) -> tuple[Bytes, Bytes]:
     """Return the head of a list of so many entries."""
     return np.array([_LIST], np.uint8), np.array([count], _COUNT).view(np.uint8)
+
+
+def _spread(chosen: Chosen, values: Vector, room: Vector) -> Vector:
+    """Write a vector that is zero except where ``chosen``, into memory that may begin with these values."""
+    if values.size == chosen.size:
+        return values
+    stop = values.size
+    for at in reversed(range(0, chosen.size, _BLOCK)):
+        here = chosen[at : at + _BLOCK]
+        start = stop - int(np.count_nonzero(here))
+        some, block = values[start:stop].copy(), room[at : at + _BLOCK]
+        block.fill(0.0)
+        block[here] = some
+        stop = start
+    return room

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.jobs import LINEAR_TASK, call, invocation, write_samples
 from support.pki import Authority
 from support.server_process import Server
 
+from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker import handler, loop
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.ps_client import SliceOver
 from region_agent.worker.training import trainer
+from region_agent.worker.training.merging import FencedChannel
 from sync import framing
-from sync.channel_clients import FileChannel
+from sync.channel_clients import FileChannel, fence_key
+from sync.collective import Settings
+from sync.flat import FlatModel
+from sync.merging import Member, open_collective
 
 
 class Script:
@@ -383,3 +392,76 @@ def test_collate_on_round_and_an_iterable_dataset(
     assert "completed 1 8.0 False" in capfd.readouterr().out
     broken = call(_invocation(place, task.replace("return torch.stack", "return nothing + torch.stack")))
     assert broken.message.startswith("collate raised NameError: name 'nothing' is not defined at task.py:")
+
+
+class _Other:
+    """The region's other worker: its merges of one attempt, in a thread, with a gradient that the step alone says."""
+
+    def __init__(self, place: Server, attempt: int, steps: range, collective: str) -> None:
+        self._channel, self._fence = _Unbroken(place.channel_folder), fence_key(attempt)
+        channel: Any = FencedChannel(self._channel, attempt)
+        layout = FlatModel(torch.nn.Linear(4, 2)).layout
+        settings = Settings(collective, significance=0.0, timeout_seconds=60.0)
+        self._steps, size = steps, layout.size if collective == "isp" else layout.gradient_size
+        self._one: Any = open_collective(settings, Member(1, 2, attempt), channel, "c", size)
+        self._size, self._model, self._thread = size, np.ones(size, np.float32), threading.Thread(target=self._work)
+
+    def _work(self) -> None:
+        with contextlib.suppress(GeofedError):
+            for step in self._steps:
+                self._one.merge(step, np.linspace(-step, step, self._size, dtype=np.float32), 8.0, self._model)
+            self._one.settle(2, self._model)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        # It waits no longer for a worker that has left.
+        self._channel.put(self._fence, [b"over"])
+        self._thread.join(60)
+        self._one.close()
+
+
+class _Unbroken(FileChannel):
+    """A channel that the test's faults leave alone."""
+
+    wait = FileChannel.wait
+    wait_ranged = FileChannel.wait_ranged
+
+
+@pytest.mark.parametrize("code", ["FENCED", "CHANNEL_UNAVAILABLE"])
+@pytest.mark.parametrize("collective", ["scatter-reduce", "isp"])
+def test_a_step_whose_merge_breaks_in_the_middle_is_made_again_from_the_model_before_it(
+    place: Server, script: Script, monkeypatch: pytest.MonkeyPatch, code: str, collective: str
+) -> None:
+    """The gradients are half merged then, in their memory; with `isp` the worker's own step is made."""
+    merging = {"k": 0.0, "significance": 0.0} if collective == "isp" else {}
+    body = _invocation(place, workers=2, region_batch=16, collective=collective, merging=merging)
+    with _Other(place, 1, range(1, 3), collective):
+        assert call(body).steps == 2
+    broken: list[str] = []
+
+    def wait(self: FileChannel, keys: Collection[str], seconds: float) -> Iterator[tuple[str, memoryview]]:
+        for key, value in _Unbroken.wait(self, keys, seconds):
+            # This worker's chunk is merged and stored, and the other's is there.
+            half = "/2/g2/m/" in key or collective == "isp"
+            if "/2/g2/" in key and half and not broken:
+                if collective != "isp":
+                    list(_Unbroken.wait(self, [f"c/2/g2/m/{1 - int(key[-1])}"], 60.0))
+                broken.append(key)
+                raise GeofedError(code, "broken by the test")
+            yield key, value
+
+    monkeypatch.setattr(FileChannel, "wait", wait)
+    second = body.model_copy(update={"attempt": 2})
+    with _Other(place, 2, range(1, 3), collective):
+        outcome = call(second)
+    assert broken
+    assert (outcome.status, outcome.code) == ("left" if code == "FENCED" else "failed", code)
+    assert len(script.handed_over) == 1, "nothing that is half merged"
+    step = outcome.step if outcome.resume_key else 0
+    assert step == (1 if code == "FENCED" and collective != "isp" else 0)
+    third = body.model_copy(update={"attempt": 3, "resume_key": outcome.resume_key})
+    with _Other(place, 3, range(step + 1, 3), collective):
+        assert call(third).steps == 2 - step
+    assert script.handed_over[1].tobytes() == script.handed_over[0].tobytes()

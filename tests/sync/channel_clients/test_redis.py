@@ -139,6 +139,28 @@ def test_readers_of_cut_values_see_one_or_the_other(redis: RedisServer, opened: 
             thread.join()
 
 
+def test_values_are_read_in_ranges(redis: RedisServer, opened: Open, prefix: str) -> None:
+    channel = opened(redis.unix(prefix), part_bytes=20_000)
+    values = {str(number): random.Random(number).randbytes(70_000 + number) for number in range(4)}
+    channel.put_many({**{key: [value] for key, value in values.items()}, "small": [b"x"]})
+    found = dict(channel.wait_ranged([*values, "small"], LONG, 1))
+    assert found.pop("small") == b"x"
+    ranged = {key: value for key, value in found.items() if not isinstance(value, memoryview)}
+    assert len(ranged) == 3
+    for key, value in ranged.items():
+        for start, stop, size in ((0, 70_000, 30_000), (19_999, 20_001, 1), (25_000, 69_999, 7_000)):
+            pieces = [bytes(piece) for piece in value.pieces(start, stop, size)]
+            assert [len(piece) for piece in pieces[:-1]] == [size] * (len(pieces) - 1)
+            assert b"".join(pieces) == values[key][start:stop]
+    pieces = value.pieces(0, 60_000, 10_000)
+    read = b"".join(bytes(next(pieces)) for _ in range(2))
+    redis.command("CLIENT", "KILL", "TYPE", "normal")
+    assert read + b"".join(pieces) == values[key][:60_000], "after a lost connection"
+    channel.delete(key)
+    with pytest.raises(GeofedError, match="FENCED"):
+        list(value.pieces(0, 10, 10))
+
+
 def test_a_sign_whose_value_has_gone_is_not_asked_again_and_again(
     redis: RedisServer, opened: Open, prefix: str
 ) -> None:
