@@ -249,7 +249,7 @@ def start_function() -> Iterator[Start]:
 
 
 @pytest.fixture
-def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Embedded]]:
+def launch(tmp_path: Path, gateways: WarmServers) -> Iterator[Callable[..., Embedded]]:
     """Start embedded gateways of one's own; they end with the test. ``forked``: from a process that has loaded what
     they need, also for a cloud, which takes most of their start; else they are executed."""
     started: list[Embedded] = []
@@ -257,8 +257,7 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[
     def start(*arguments: str, variables: dict[str, str] | None = None, forked: bool = True, **config: Any) -> Embedded:
         directory = tmp_path / f"gateway-{len(started)}"
         directory.mkdir()
-        parent = request.getfixturevalue("gateways") if forked else None
-        embedded = Embedded(directory, config, arguments, variables or {}, parent)
+        embedded = Embedded(directory, config, arguments, variables or {}, gateways if forked else None)
         started.append(embedded)
         embedded.start()
         return embedded

@@ -26,9 +26,11 @@ pytestmark = pytest.mark.processes
 
 MOST = 1.5
 """Bar: the peak of an exchange or of merges, as a multiple of the bytes that are trained."""
-MOST_OF_ISP = 4.0
+MOST_OF_ISP = 4.5
 """The same for merges by `isp` in memory. It holds what it has not sent in float64, and the model before the step,
 which are 3; and which coordinates are sent, a quarter."""
+MOST_OVER_REDIS = 2.0
+"""The same for merges over Redis, which take 1.0 to 1.4: on busy cores what a thread has sent is freed later."""
 SIZE = 16_000_000
 """Parameters."""
 COMMON = """
@@ -287,4 +289,4 @@ def test_merges_of_a_regions_workers(kind: str, workers: int, patterns: tuple[st
             peaks = dict(zip(words[::2], map(float, words[1::2]), strict=True))
             assert peaks.pop("model") == model
             assert peaks.pop("isp", 0.0) <= MOST_OF_ISP, peaks
-            assert max(peaks.values()) <= MOST, peaks
+            assert max(peaks.values()) <= (MOST_OVER_REDIS if kind == "redis" else MOST), peaks
