@@ -422,6 +422,8 @@ async def _loaded(site: Site, serving: Serving, count: int, seconds: float) -> d
         "submissions": len(submitted),
         "submit_p50_ms": statistics.median(submitted or [float("nan")]) * 1e3,
         "submit_p99_ms": _p99(submitted),
+        # In the order in which they ended, so that a number tells the second.
+        "submit_slowest_ms": sorted(((s * 1e3, number) for number, s in enumerate(submitted)), reverse=True)[:10],
         "failures": [*failed[:5], *figures.failures[:5]],
         **{f"{name}_ms": statistics.median(answers.get(name, [float("nan")])) * 1e3 for name in _QUESTIONS},
         "memory_mb": serving.process.memory_info().rss / 1e6,
