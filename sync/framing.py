@@ -27,6 +27,7 @@ from geofed_pb.errors import GeofedError
 
 __all__ = [
     "Array",
+    "Arrays",
     "Buffer",
     "Frame",
     "TensorPlace",
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 Array = npt.NDArray[np.generic]
+Arrays = Mapping[str, Array | Sequence[Array]]
+"""Tensors of a frame, by name. A vector may be given in consecutive parts."""
 Buffer = bytes | bytearray | memoryview
 
 _MAGIC = b"GFT1"
@@ -90,10 +93,8 @@ class TensorTable:
     """Bytes of the whole frame."""
 
 
-def encode(
-    tensors: Mapping[str, Array | Sequence[Array]], facts: Mapping[str, float] | None = None
-) -> list[memoryview]:
-    """Return the frame as consecutive buffers; the values are not copied. A vector may be given in consecutive parts.
+def encode(tensors: Arrays, facts: Mapping[str, float] | None = None) -> list[memoryview]:
+    """Return the frame as consecutive buffers; the values are not copied.
 
     Raises ``GeofedError("FRAME_INVALID")`` for a dtype or a name that the format does not support.
     """

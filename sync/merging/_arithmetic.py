@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
-from sync import framing
 from sync.codec import Codec, ErrorFeedback, Tensors, codec_named, is_list_format, with_state
+from sync.framing import Arrays
 from sync.layout import Vector
 from sync.merging._merge_order import Numbers, OrderedSum
 from sync.merging._parted import PartedVector
 from sync.merging.lists import Lists, ListsAndState
 
-__all__ = ["Arithmetic", "Arrays", "MeanOf", "Values"]
-
-Arrays = Mapping[str, framing.Array | Sequence[framing.Array]]
-"""Arrays of a frame, by name; a vector may be given in consecutive parts."""
-
+__all__ = ["Arithmetic", "MeanOf", "Values"]
 
 Values = Vector | PartedVector
 """Values of a chunk."""

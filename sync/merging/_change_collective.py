@@ -20,8 +20,9 @@ from sync import framing
 from sync.channel import Channel
 from sync.codec import Codec, Float32, Tensors
 from sync.collective import Merged, Model, Settings, Settled, State
+from sync.framing import Arrays
 from sync.layout import Vector
-from sync.merging._arithmetic import Arrays, Values
+from sync.merging._arithmetic import Values
 from sync.merging._driver import Patience
 from sync.merging._exchange import Arrived, Delete, Event, Fetch, Put, Request
 from sync.merging._isp_filter import SignificanceFilter, blocks, send_chosen, significant

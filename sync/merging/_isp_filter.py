@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from sync.framing import Arrays
 from sync.layout import Vector
 from sync.merging._parted import PartedVector
-from sync.merging.lists import Chosen, ListCodec, Pieces
+from sync.merging.lists import Chosen, ListCodec
 
 __all__ = ["SignificanceFilter", "blocks", "send_chosen", "significant"]
 
@@ -46,7 +47,7 @@ class SignificanceFilter:
         step: int,
         codec: ListCodec,
         out: Vector | None = None,
-    ) -> Pieces:
+    ) -> Arrays:
         """Add the change of a part; return the encoded entries to send, which are in its memory. Shapes (part,).
 
         ``out``: where the values that receivers read are written.
@@ -63,7 +64,7 @@ class SignificanceFilter:
             count += values.size
         return send_chosen(held, chosen, change, count, codec, out)
 
-    def flush(self, part: slice, codec: ListCodec, out: Vector | None = None) -> Pieces:
+    def flush(self, part: slice, codec: ListCodec, out: Vector | None = None) -> Arrays:
         """Return all held back changes of a part to send, except for what the codec rounds away. ``out``: as in
         `send`."""
         held = self.held[part]
@@ -83,7 +84,7 @@ class SignificanceFilter:
 
 def send_chosen(
     held: npt.NDArray[np.float64], chosen: Chosen, room: Vector, count: int, codec: ListCodec, out: Vector | None
-) -> Pieces:
+) -> Arrays:
     """Encode the chosen entries, with which ``room`` begins, and hold back what the encoding rounds away. The encoded
     ones may be in its memory. ``out``: as in `send`; shapes (part,)."""
     tensors, read = codec.encode_chosen(chosen, room[:count], room)

@@ -23,8 +23,9 @@ from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.channel import RangedValue
 from sync.collective import Merged
+from sync.framing import Arrays
 from sync.layout import Vector
-from sync.merging._arithmetic import Arithmetic, Arrays, Values
+from sync.merging._arithmetic import Arithmetic, Values
 from sync.merging._exchange import Arrived, Delete, Event, Fetch, Given, Put, Request, ValuesStored
 from sync.merging._merge_order import Numbers, OrderedSum
 from sync.merging._parted import PartedVector, RangedVector

@@ -7,23 +7,20 @@ small model has only some hundreds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync.codec import Codec, Float32, Tensors
 from sync.codec._arrays import require
 from sync.codec._list_values import VALUE_FORMATS, Bytes
+from sync.framing import Arrays
 from sync.layout import Vector
 from sync.merging.lists._places import Chosen, Places, pack_places, unpack_places
 
-__all__ = ["AsPublished", "Chosen", "ListCodec", "Lists", "ListsAndState", "Pieces", "Places"]
+__all__ = ["AsPublished", "Chosen", "ListCodec", "Lists", "ListsAndState", "Places"]
 
-Pieces = Mapping[str, npt.NDArray[np.generic] | Sequence[npt.NDArray[np.generic]]]
-"""Arrays of a frame, by name; an array may be given in consecutive pieces."""
 _KEY = "l"
 """Name of the array: as short as possible, so that with it and a weight, a frame's header has just 64 bytes."""
 _DENSE, _LIST = 0, 1
@@ -35,7 +32,7 @@ _BLOCK = 1 << 16
 class ListCodec(Codec, Protocol):
     """A codec for vectors with few entries."""
 
-    def encode_chosen(self, chosen: Chosen, values: Vector, room: Vector | None = None) -> tuple[Pieces, Vector]:
+    def encode_chosen(self, chosen: Chosen, values: Vector, room: Vector | None = None) -> tuple[Arrays, Vector]:
         """Encode a vector that is zero except where ``chosen``; also return what it will be decoded to: the values
         there, or the whole vector. Both may be in the memory of the given values.
 
