@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,7 @@ from control_plane.store._records import (
     Cursors,
     Deletion,
     EventRow,
+    JobProgress,
     LogRow,
     RegionRow,
 )
@@ -38,6 +40,10 @@ from geofed_pb.security.audit import GENESIS, entry_text, hash_of
 
 LISTS = ("shared_with", "model_digests")
 """Columns of the jobs that hold lists, as JSON."""
+
+_PROGRESS = tuple(field.name for field in fields(JobProgress))
+_FREQUENT = ("progress", "events", "report_cursor", "command_cursor")
+"""Fields of changes of which there are a hundred a second."""
 
 _NEXT_COMMAND = (
     update(t.regions)
@@ -55,8 +61,52 @@ _CURSORS = select(
 _LAST_AUDIT = select(t.audit.c.seq, t.audit.c.hash).order_by(t.audit.c.seq.desc()).limit(1)
 
 
-def apply(connection: Connection, change: Change, max_log_lines: int) -> Committed:
-    """Carry out a change in a transaction; of a job's log lines the newest `max_log_lines` stay."""
+def apply_all(connection: Connection, changes: Sequence[Change], max_log_lines: int) -> list[Committed]:
+    """Carry out changes in a transaction, in order; of a job's log lines the newest `max_log_lines` stay.
+
+    What reports consist of is carried out together, for as many changes as follow one another: each statement waits
+    for the database, and then for the Python code of other threads.
+    """
+    committed: list[Committed] = []
+    for often, some in itertools.groupby(changes, _is_frequent):
+        if often:
+            committed += _apply_frequent(connection, list(some))
+        else:
+            committed += [_apply(connection, change, max_log_lines) for change in some]
+    return committed
+
+
+def _is_frequent(change: Change) -> bool:
+    """Whether a change has nothing but what nearly all reports of agents change."""
+    return not any(value for name, value in vars(change).items() if name not in _FREQUENT)
+
+
+def _apply_frequent(connection: Connection, changes: Sequence[Change]) -> list[Committed]:
+    # Of several changes to one row only the last counts.
+    progress = {job.id: _of_progress(job) for change in changes for job in change.progress}
+    if progress:
+        connection.execute(_update_of(t.jobs, ("id",), _PROGRESS), list(progress.values()))
+    events = iter(_append_events(connection, [event for change in changes for event in change.events]))
+    reported = dict(change.report_cursor for change in changes if change.report_cursor)
+    taken = [change.command_cursor for change in changes if change.command_cursor]
+    for column, cursors in (("report_cursor", reported), ("command_cursor", dict(taken))):
+        if cursors:
+            moved = [{"found_name": region, f"new_{column}": seq} for region, seq in cursors.items()]
+            connection.execute(_update_of(t.regions, ("name",), (column,)), moved)
+    if taken:
+        connection.execute(_TAKEN, [{"found_region": region, "found_seq": seq} for region, seq in taken])
+    return [Committed(tuple(itertools.islice(events, len(change.events)))) for change in changes]
+
+
+def _of_progress(job: JobProgress) -> dict[str, Any]:
+    return {"found_id": job.id} | {f"new_{name}": value for name, value in _with_lists(vars(job)).items()}
+
+
+def _with_lists(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: json.dumps(value) if name in LISTS else value for name, value in job.items()}
+
+
+def _apply(connection: Connection, change: Change, max_log_lines: int) -> Committed:
     if change.renumbered_region:
         of_region = update(t.regions).where(t.regions.c.name == change.renumbered_region)
         connection.execute(of_region.values(report_cursor=0))
@@ -66,8 +116,7 @@ def apply(connection: Connection, change: Change, max_log_lines: int) -> Committ
         name, seq = change.dropped_command
         connection.execute(delete(t.commands).where(t.commands.c.region == name, t.commands.c.seq == seq))
     for job in change.jobs:
-        lists = {name: json.dumps(getattr(job, name)) for name in LISTS}
-        put(connection, t.jobs, {"id": job.id}, vars(job) | lists)
+        put(connection, t.jobs, {"id": job.id}, _with_lists(vars(job)))
         for digest in job.model_digests if job.ended_at else ():
             of_model = {"digest": digest, "job": job.id}
             put(connection, t.job_models, of_model, of_model)
@@ -91,12 +140,11 @@ def apply(connection: Connection, change: Change, max_log_lines: int) -> Committ
         put(connection, t.runs, {"job": run.job, "region": run.region}, asdict(run))
     for weight in change.weights:
         put(connection, t.weights, {"task_key": weight.task_key}, asdict(weight))
-    events = _append_events(connection, change.events)
+    (often,) = _apply_frequent(connection, [change])
     commands = tuple(_append_command(connection, command) for command in change.commands)
     if change.logs:
         _append_logs(connection, change.logs, max_log_lines)
-    _move_cursors(connection, change)
-    return Committed(events, commands, bool(change.logs), _append_audit(connection, change.audit))
+    return Committed(often.events, commands, bool(change.logs), _append_audit(connection, change.audit))
 
 
 def put(
@@ -178,18 +226,6 @@ def _meet_agent(connection: Connection, region: str, taken: int) -> None:
         connection.execute(delete(t.commands).where(of_region, t.commands.c.seq <= taken))
         values["command_cursor"] = taken
     connection.execute(update(t.regions).where(t.regions.c.name == region).values(**values))
-
-
-def _move_cursors(connection: Connection, change: Change) -> None:
-    if change.report_cursor:
-        region, seq = change.report_cursor
-        moved = {"found_name": region, "new_report_cursor": seq}
-        connection.execute(_update_of(t.regions, ("name",), ("report_cursor",)), moved)
-    if change.command_cursor:
-        region, seq = change.command_cursor
-        moved = {"found_name": region, "new_command_cursor": seq}
-        connection.execute(_update_of(t.regions, ("name",), ("command_cursor",)), moved)
-        connection.execute(_TAKEN, {"found_region": region, "found_seq": seq})
 
 
 def _delete_job(connection: Connection, gone: Deletion) -> None:

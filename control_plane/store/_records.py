@@ -42,6 +42,16 @@ class JobRow:
 
 
 @dataclass(frozen=True)
+class JobProgress:
+    """What changes in a stored job while it runs. The rest of its row may be ten times as large."""
+
+    id: str
+    state_json: str
+    phase: str
+    model_digests: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class JobUse:
     """What a job keeps in the control plane's folder, and since when it is over."""
 
@@ -283,6 +293,9 @@ class Change:
     """All changes caused by one message, stored in one transaction."""
 
     jobs: tuple[JobRow, ...] = ()
+    """New jobs, and those of which more has changed than their progress."""
+    progress: tuple[JobProgress, ...] = ()
+    """Of other stored jobs."""
     regions: tuple[RegionRow, ...] = ()
     events: tuple[EventRow, ...] = ()
     commands: tuple[CommandRow, ...] = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from sqlalchemy import (
     Engine,
@@ -13,7 +12,7 @@ from sqlalchemy import (
 )
 
 from control_plane.store import _schema as t
-from control_plane.store._applying import apply, put
+from control_plane.store._applying import apply_all, put
 from control_plane.store._queries import Queries, rows_until
 from control_plane.store._records import (
     Change,
@@ -47,14 +46,8 @@ class Store(Queries):
         Raises ``GeofedError``, and nothing is stored: REQUEST_CONFLICT, DISK_FULL, UNAVAILABLE; STANDBY if another
         control plane leads. Raises ``OutcomeUnknown``.
         """
-        # Of the changes to one job only the last counts.
-        last = {job.id: number for number, change in enumerate(changes) for job in change.jobs}
-        kept = [
-            replace(change, jobs=tuple(job for job in change.jobs if last[job.id] == number))
-            for number, change in enumerate(changes)
-        ]
         with self._writing() as connection:
-            return [apply(connection, change, self._max_log_lines) for change in kept]
+            return apply_all(connection, changes, self._max_log_lines)
 
     def remove_rows(self, table: str, until: float, job: str | None = None, limit: int = 2000) -> int:
         """Remove up to `limit` rows of a history that are not later than `until`, the oldest first; return how many.

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from hypothesis import given
+from hypothesis import strategies as st
 from sqlalchemy import event
 from support.postgres import Postgres
 
@@ -34,6 +36,7 @@ from control_plane.store import (
     Deletion,
     EventRow,
     InvitationRow,
+    JobProgress,
     JobRow,
     LogRow,
     RegionRow,
@@ -41,6 +44,7 @@ from control_plane.store import (
     Store,
     UserRow,
     _queries,
+    copy_rows,
     open_store,
 )
 from control_plane.store._schema import metadata
@@ -48,6 +52,52 @@ from geofed_pb.errors import GeofedError
 
 JOB = JobRow("j1", "digits", "r1", "c", "b", "t", "{}", "{}", "{}", "running", 1.0)
 REGION = RegionRow("a", "cloud", "1", "{}", "{}", ("1", "2"), 9.0)
+
+
+JOBS, REGIONS = ("j1", "j2", "j3"), ("a", "b")
+
+
+def _changes() -> st.SearchStrategy[Change]:
+    """Draw changes to a few jobs and regions, most of them as reports of agents make them."""
+    job, region, number = st.sampled_from(JOBS), st.sampled_from(REGIONS), st.integers(0, 5)
+    progress = st.builds(lambda job, n: JobProgress(job, f'{{"n": {n}}}', "running", (f"d{n}",)), job, number)
+    whole = st.builds(lambda job, n: replace(JOB, id=job, request_id=job, state_json=f'{{"w": {n}}}'), job, number)
+    rows = st.builds(lambda job, at: EventRow(float(at), job, "a", "k", "t"), job, number)
+    seen = st.none() | st.tuples(region, number)
+    report = st.builds(
+        lambda progress, events, told, taken: Change(
+            progress=tuple(progress), events=tuple(events), report_cursor=told, command_cursor=taken
+        ),
+        st.lists(progress, max_size=2), st.lists(rows, max_size=2), seen, seen,
+    )  # fmt: skip
+    other = st.one_of(
+        st.builds(lambda row: Change(jobs=(row,), events=(EventRow(1.0, row.id, "", "k", "t"),)), whole),
+        st.builds(lambda job: Change(deletions=(Deletion(job, "", "ann", 1.0, 1.0, 0.0),)), job),
+        st.builds(lambda region: Change(commands=(CommandRow(region, "j1", b"x"),)), region),
+        st.builds(lambda region: Change(renumbered_region=region), region),
+        st.builds(lambda region, seq: Change(met=(region, seq)), region, number),
+        st.builds(lambda n: Change(audit=({"at": float(n), "kind": "k"},)), number),
+    )
+    return st.one_of(report, report, report, other)
+
+
+def _rows_after(changes: list[Change], together: int) -> tuple[list[object], list[object]]:
+    """Return what commits told, and all rows, when so many changes are stored at a time."""
+    with open_store("sqlite://") as store:
+        first = tuple(replace(JOB, id=name, request_id=name) for name in JOBS)
+        store.commit(Change(jobs=first, regions=tuple(replace(REGION, name=name) for name in REGIONS)))
+        told: list[object] = []
+        for begin in range(0, len(changes), together):
+            told += store.commit_all(changes[begin : begin + together])
+        rows = [line for line in copy_rows(store) if isinstance(line, str) or line[0] != "leadership"]
+        return told, rows
+
+
+@given(st.lists(_changes(), min_size=1, max_size=12), st.integers(2, 12))
+def test_what_is_stored_does_not_depend_on_how_many_changes_share_a_transaction(
+    changes: list[Change], together: int
+) -> None:
+    assert _rows_after(changes, together) == _rows_after(changes, 1)
 
 
 class Contract:
@@ -107,6 +157,39 @@ class Contract:
         assert store.jobs(phases=frozenset({"running"})) == []
         assert store.jobs() == [done]
         assert store.regions()[0].cloud == "other"
+
+    def test_progress_changes_nothing_else_of_a_job(self, store: Store) -> None:
+        store.commit(Change(jobs=(JOB, replace(JOB, id="j2", request_id="r2"))))
+        store.commit(Change(progress=(JobProgress("j1", '{"round": 3}', "finishing", ("d1", "d2")),)))
+        expected = replace(JOB, state_json='{"round": 3}', phase="finishing", model_digests=("d1", "d2"))
+        assert (store.job("j1"), store.job("j2")) == (expected, replace(JOB, id="j2", request_id="r2"))
+
+    def test_reports_of_one_transaction_take_as_many_statements_as_one_report(self, store: Store) -> None:
+        regions = tuple(replace(REGION, name=name) for name in "abc")
+        jobs = tuple(replace(JOB, id=f"j{n}", request_id=f"r{n}") for n in range(3))
+        store.commit(Change(jobs=jobs, regions=regions))
+        reports = [
+            Change(
+                progress=(JobProgress(f"j{n}", json.dumps({"at": n}), "running"),),
+                events=(EventRow(float(n), f"j{n}", "a", "round", f"{n}"), EventRow(float(n), "", "", "k", "t")),
+                report_cursor=("abc"[n], n + 1),
+            )
+            for n in range(3)
+        ]
+        statements: list[str] = []
+        event.listen(store.engine, "before_cursor_execute", lambda c, cursor, text, *rest: statements.append(text))
+        store.commit(reports[0])
+        one = set(statements)
+        committed = store.commit_all(reports)
+        # SQLite, which is not waited for, numbers events one by one.
+        counted = [text for text in statements if store.shared or "INTO events" not in text]
+        assert len(counted) == 2 * len([text for text in one if text in counted])
+        assert [[row.text for row in each.events] for each in committed] == [["0", "t"], ["1", "t"], ["2", "t"]]
+        assert [row.cursor for row in store.events_after(0)][2:] == [row.cursor for c in committed for row in c.events]
+        assert [store.cursors(name).report_cursor for name in "abc"] == [1, 2, 3]
+        assert [store.job(job.id) for job in jobs] == [
+            replace(job, state_json=json.dumps({"at": n})) for n, job in enumerate(jobs)
+        ]
 
     def test_users_come_change_and_go(self, store: Store) -> None:
         ann, bob = UserRow("ann", "h1", 4, 1.0), UserRow("bob", "h2", None, 2.0)

@@ -122,12 +122,13 @@ def _plaintext(chosen: Plan, regions: Mapping[str, RegionEntry]) -> Iterator[str
 
 def _away(taken: list[str], spec: JobSpec, regions: Mapping[str, RegionEntry]) -> Iterator[str]:
     use, avoid = spec.regions.use, spec.regions.avoid
-    away = {name: phase for name, entry in regions.items() if (phase := entry.state.standing) not in _NO_WARNING}
+    named = regions.keys() & {*taken, *use} if use else regions.keys()
+    away = {name: phase for name in named if (phase := regions[name].state.standing) not in _NO_WARNING}
     for name, phase in sorted(away.items()):
         entry = regions[name]
         if name in taken:
             yield f"region {name} is {phase}; the job cannot start without it"
-        elif name not in avoid and (not use or name in use) and (samples := _samples(entry, spec.data.dataset)):
+        elif name not in avoid and (samples := _samples(entry, spec.data.dataset)):
             yield f"region {name} is {phase}: its {samples:,} samples of {spec.data.dataset} are left out"
 
 

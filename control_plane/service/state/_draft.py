@@ -37,6 +37,7 @@ from control_plane.store import (
     Deletion,
     EventRow,
     InvitationRow,
+    JobProgress,
     JobRow,
     LogRow,
     Revocation,
@@ -111,6 +112,8 @@ class Draft:
     index: JobIndex | None = None
     """Index of `jobs`; None: it is made when it is needed."""
     _durable: bool = False
+    _changed_rows: set[str] = field(default_factory=set)
+    """Changed jobs of which more has changed than the progress."""
     stored_regions: set[str] = field(default_factory=set)
     """Regions of which more has changed than the lease."""
 
@@ -196,6 +199,7 @@ class Draft:
     def add_job(self, entry: JobEntry) -> None:
         """Add a job, or replace it."""
         self.changed_jobs[entry.row.id] = entry
+        self._changed_rows.add(entry.row.id)
         self._durable = True
 
     def _state_of(self, region: str) -> RegionState:
@@ -294,6 +298,7 @@ class Draft:
             )
             links = self._note_links(machine.state, entry.plan)
             self.runs += runs_of(row, machine.state, entry.spec, entry.plan, links)
+            self._changed_rows.add(job_id)
         self.changed_jobs[job_id] = replace(entry, row=row, state=machine.state)
         self._durable = self._durable or bool(actions)
 
@@ -368,8 +373,10 @@ class Draft:
 
     def to_change(self) -> Change:
         """Return the transaction for the store. It may be called in a thread, once nothing is added any more."""
+        changed = [(name in self._changed_rows, entry) for name, entry in self.changed_jobs.items()]
         return Change(
-            jobs=tuple(_stored(entry) for entry in self.changed_jobs.values()),
+            jobs=tuple(_stored(entry) for whole, entry in changed if whole),
+            progress=tuple(_progress(entry) for whole, entry in changed if not whole),
             regions=tuple(
                 replace(entry.row, state_json=region_state_to_json(entry.state))
                 for entry in self.changed_regions.values()
@@ -417,12 +424,12 @@ class Draft:
         )
 
 
-def _stored(entry: JobEntry) -> JobRow:
+def _progress(entry: JobEntry) -> JobProgress:
     state = entry.state
-    return replace(
-        entry.row,
-        state_json=job_state_to_json(state),
-        phase=state.phase,
-        ended_at=state.finished_at if state.terminal else 0.0,
-        model_digests=tuple(model.digest for model in models_of(state)),
-    )
+    digests = tuple(model.digest for model in models_of(state))
+    return JobProgress(entry.row.id, job_state_to_json(state), state.phase, digests)
+
+
+def _stored(entry: JobEntry) -> JobRow:
+    ended_at = entry.state.finished_at if entry.state.terminal else 0.0
+    return replace(entry.row, ended_at=ended_at, **vars(_progress(entry)))
