@@ -3,7 +3,7 @@
 from control_plane.store._copying import Line, copy_rows, from_line, replace_rows, to_line
 from control_plane.store._database import OutcomeUnknown
 from control_plane.store._open import open_store, sqlite_file, upgrade_store
-from control_plane.store._queries import HISTORIES
+from control_plane.store._queries import COMMANDS_AT_ONCE, HISTORIES
 from control_plane.store._records import (
     AuditRow,
     Change,
@@ -28,6 +28,7 @@ from control_plane.store._records import (
 from control_plane.store._store import Store
 
 __all__ = [
+    "COMMANDS_AT_ONCE",
     "HISTORIES",
     "AuditRow",
     "Change",

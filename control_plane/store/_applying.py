@@ -225,7 +225,8 @@ def _meet_agent(connection: Connection, region: str, taken: int) -> None:
         # The acknowledgement was lost with the session before.
         connection.execute(delete(t.commands).where(of_region, t.commands.c.seq <= taken))
         values["command_cursor"] = taken
-    connection.execute(update(t.regions).where(t.regions.c.name == region).values(**values))
+    new = {f"new_{name}": value for name, value in values.items()}
+    connection.execute(_update_of(t.regions, ("name",), tuple(values)), {"found_name": region} | new)
 
 
 def _delete_job(connection: Connection, gone: Deletion) -> None:

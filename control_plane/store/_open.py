@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sqlite3
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +18,8 @@ from alembic.config import Config
 from alembic.util.exc import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, inspect
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, InvalidatePoolError, NoSuchModuleError
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from control_plane.store._database import BUSY, mapped
 from control_plane.store._store import MAX_LOG_LINES, Store
@@ -27,6 +30,8 @@ CONNECT_SECONDS = 3
 STATEMENT_SECONDS = 6
 """Timeout of a statement, a lock, and a pause within a transaction: a leader that is suspended in a transaction holds
 the leadership's row no longer than this."""
+IDLE_SECONDS = 1.0
+"""Time without use after which a connection is asked whether it works: a restart of the database takes longer."""
 _POSTGRES_OPTIONS = " ".join(
     f"-c {name}={STATEMENT_SECONDS}s"
     for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
@@ -93,7 +98,7 @@ def _engine(url: str) -> tuple[Engine, Callable[[], None]]:
             # A database without an encoding, as a cluster made without a locale has, would return bytes for texts.
             given = {"connect_timeout": CONNECT_SECONDS, "options": _POSTGRES_OPTIONS, "client_encoding": "utf8"}
             arguments = {name: value for name, value in given.items() if name not in parsed.query}
-            engine = create_engine(parsed, pool_pre_ping=True, connect_args=arguments)
+            engine = create_engine(parsed, connect_args=arguments)
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
         hint = f"for PostgreSQL, {install_hint('postgres')}; write the URL like postgresql://user@host/name"
         raise GeofedError("CONFIG_INVALID", f"the database URL cannot be used: {error}", hint=hint) from error
@@ -103,7 +108,28 @@ def _engine(url: str) -> tuple[Engine, Callable[[], None]]:
         return engine, lambda: None
     sockets: WeakSet[Any] = WeakSet()
     event.listen(engine, "connect", lambda connection, _: sockets.add(connection))
+    _ask_idle_connections(engine)
     return engine, lambda: _break(list(sockets))
+
+
+def _ask_idle_connections(engine: Engine) -> None:
+    """Have the pool ask a connection that was idle whether it still works, and replace it if not. ``pool_pre_ping``
+    asks before each transaction, of which there are hundreds a second."""
+    used_at = "geofed_used_at"
+
+    def returned(connection: Any, record: ConnectionPoolEntry) -> None:
+        record.info[used_at] = time.monotonic()
+
+    def taken(connection: Any, record: ConnectionPoolEntry, proxy: Any) -> None:
+        if time.monotonic() - record.info.get(used_at, math.inf) < IDLE_SECONDS:
+            return
+        try:
+            engine.dialect.do_ping(connection)
+        except engine.dialect.loaded_dbapi.Error as error:
+            raise InvalidatePoolError from error
+
+    event.listen(engine, "checkin", returned)
+    event.listen(engine, "checkout", taken)
 
 
 def _break(connections: Iterable[Any]) -> None:

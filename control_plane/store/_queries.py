@@ -13,6 +13,7 @@ from sqlalchemy import (
     String,
     Table,
     and_,
+    bindparam,
     case,
     cast,
     func,
@@ -43,6 +44,8 @@ from control_plane.store._records import (
     WeightRow,
 )
 
+COMMANDS_AT_ONCE = 100
+"""Commands of a region that are read at a time; each has up to `SESSION_MESSAGE_BYTES`."""
 _RECENT_EVENTS = 20_000
 """Events of a job and kind among which each region's newest are looked for, which bounds the time of it."""
 _DAY_SECONDS = 86_400
@@ -57,6 +60,14 @@ HISTORIES = {
 """Tables of histories, with their long texts."""
 _JOB_USES = select(*(t.jobs.c[name] for name in JobUse.__dataclass_fields__))
 """Query of what jobs keep."""
+
+_COMMANDS_AFTER = (
+    select(t.commands)
+    .where(t.commands.c.region == bindparam("of_region"), t.commands.c.seq > bindparam("after_seq"))
+    .order_by(t.commands.c.seq)
+    .limit(COMMANDS_AT_ONCE)
+)
+"""Made once, since that takes longer than the query."""
 
 
 class Queries(Database):
@@ -268,12 +279,11 @@ class Queries(Database):
             rows = connection.execute(select(t.regions.c.name, t.regions.c.report_cursor))
             return {row[0]: row[1] for row in rows}
 
-    def commands_after(self, region: str, seq: int, limit: int = 100) -> list[CommandRow]:
-        """Return the commands after a sequence number, in order."""
-        wanted = select(t.commands).where(t.commands.c.region == region, t.commands.c.seq > seq)
+    def commands_after(self, region: str, seq: int) -> list[CommandRow]:
+        """Return the first commands after a sequence number, in order, up to `COMMANDS_AT_ONCE`."""
+        wanted = {"of_region": region, "after_seq": seq}
         with self._reading() as connection:
-            rows = connection.execute(wanted.order_by(t.commands.c.seq).limit(limit)).mappings()
-            return [CommandRow(**row) for row in rows]
+            return [CommandRow(**row) for row in connection.execute(_COMMANDS_AFTER, wanted).mappings()]
 
     def commands_pending(self) -> dict[str, int]:
         """Return the number of commands that agents have not stored, by region."""

@@ -43,6 +43,7 @@ from control_plane.store import (
     RunRow,
     Store,
     UserRow,
+    _open,
     _queries,
     copy_rows,
     open_store,
@@ -544,6 +545,18 @@ class TestPostgres(Contract):
     @pytest.fixture
     def url(self, postgres: Postgres) -> str:
         return postgres.database()
+
+    def test_a_connection_that_broke_while_it_was_idle_is_replaced(
+        self, url: str, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import psycopg
+
+        monkeypatch.setattr(_open, "IDLE_SECONDS", 0.0)
+        store.commit(Change(jobs=(JOB,)))
+        with psycopg.connect(url, autocommit=True) as other:
+            ended = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
+            other.execute(f"{ended} AND pid != pg_backend_pid()")
+        assert store.job("j1") == JOB
 
 
 def test_what_is_no_database_url_is_refused() -> None:

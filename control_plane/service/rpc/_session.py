@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from google.protobuf.message import DecodeError
 
-from control_plane.store import CommandRow
+from control_plane.store import COMMANDS_AT_ONCE, CommandRow
 from geofed_pb.bounds import SESSION_MESSAGE_BYTES
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
@@ -57,7 +57,7 @@ class AgentSession:
         """Yield all messages to send until the session ends.
 
         Args:
-            load: returns the stored commands after a sequence number.
+            load: returns the stored commands after a sequence number, up to `COMMANDS_AT_ONCE`.
             refuse: called with a command that cannot be sent, and the error.
         """
         while True:
@@ -72,14 +72,16 @@ class AgentSession:
                 yield message
             if self._commands:
                 self._commands = False
-                while commands := await load(self._sent):
-                    for command in commands:
-                        self._sent = command.seq
-                        read = _read(command)
-                        if isinstance(read, GeofedError):
-                            await refuse(command, read)
-                        else:
-                            yield read
+                commands = await load(self._sent)
+                if len(commands) == COMMANDS_AT_ONCE:
+                    self.wake()
+                for command in commands:
+                    self._sent = command.seq
+                    read = _read(command)
+                    if isinstance(read, GeofedError):
+                        await refuse(command, read)
+                    else:
+                        yield read
 
 
 def _read(command: CommandRow) -> agent_pb2.ToAgent | GeofedError:
