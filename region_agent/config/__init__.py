@@ -21,7 +21,7 @@ from region_agent.config._gateways import (
 )
 from region_agent.config._load import load_config
 from region_agent.config._model import RegionConfig, ServerConfig
-from region_agent.config._resources import PricesConfig
+from region_agent.config._prices import PricesConfig
 from region_agent.config._rules import RetentionConfig, TaskPackagesConfig
 
 __all__ = [

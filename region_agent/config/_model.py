@@ -24,7 +24,8 @@ from region_agent.config._gateways import (
     OpenFaasGateway,
     ScfGateway,
 )
-from region_agent.config._resources import CapacityConfig, LinkConfig, PricesConfig
+from region_agent.config._prices import PricesConfig
+from region_agent.config._resources import CapacityConfig, LinkConfig
 from region_agent.config._rules import (
     FunctionsConfig,
     PolicyConfig,
